@@ -1,0 +1,63 @@
+"""The two ways a call can end badly: the input was wrong, or the run failed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class NhgdError(Exception):
+    """Anything this library raises on purpose."""
+
+
+class InputError(NhgdError, ValueError):
+    """What was given cannot be used. The message says what was wrong and what to do; the command line exits with 2."""
+
+
+class RunError(NhgdError, RuntimeError):
+    """A run that started well could not go on. The command line exits with 1."""
+
+
+class NonFiniteError(RunError):
+    """A number became infinite or undefined. The message names the step and the quantity."""
+
+
+class InverseWarning(UserWarning):
+    """A linear solve did not do what its name promises, for example on negative curvature."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
+    """The error for a name nobody has heard of, with the nearest known one.
+
+    >>> raise unknown("inverse", "cgg", ["cg", "exact"])
+    Traceback (most recent call last):
+    nhgd.errors.InputError: There is no inverse called 'cgg'. Did you mean 'cg'? Known: cg, exact.
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f" Did you mean '{near[0]}'?" if near else ""
+    return InputError(f"There is no {kind} called '{name}'.{hint} Known: {', '.join(names)}.")
+
+
+def positive(owner: str, **values: float) -> None:
+    """Refuse values that are not finite and above zero.
+
+    >>> positive("CG", steps=0)
+    Traceback (most recent call last):
+    nhgd.errors.InputError: CG: steps must be above 0, got 0.
+    """
+    for name, value in values.items():
+        if not 0 < value < float("inf"):
+            raise InputError(f"{owner}: {name} must be above 0, got {value}.")
+
+
+def not_negative(owner: str, **values: float) -> None:
+    """Refuse values that are negative, infinite or undefined.
+
+    >>> not_negative("CG", damping=-1.0)
+    Traceback (most recent call last):
+    nhgd.errors.InputError: CG: damping must be 0 or more, got -1.0.
+    """
+    for name, value in values.items():
+        if not 0 <= value < float("inf"):
+            raise InputError(f"{owner}: {name} must be 0 or more, got {value}.")

@@ -1,0 +1,77 @@
+"""Every way to get grad Phi, one file each, and `hypergradient`, the one call that uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nhgd.data.batch import Batch, move
+from nhgd.data.loader import reiterable
+from nhgd.errors import InputError
+from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
+from nhgd.hypergradients.implicit import Implicit, implicit
+from nhgd.hypergradients.unrolled import Unrolled
+from nhgd.inverse import AbstractInverse
+from nhgd.inverse import resolve as resolve_inverse
+from nhgd.problem import Bilevel
+from nhgd.registry import Registry
+
+ESTIMATORS = Registry("estimator", AbstractHypergradient, list(vars().values()))
+
+
+def resolve(estimator: str | AbstractHypergradient) -> AbstractHypergradient:
+    """An estimator from its name, with default settings, or from itself."""
+    if isinstance(estimator, AbstractHypergradient):
+        return estimator
+    made = ESTIMATORS[estimator]()
+    assert isinstance(made, AbstractHypergradient)
+    return made
+
+
+def hypergradient(
+    problem: Bilevel,
+    inner_batch: Batch,
+    outer_batch: Batch,
+    inverse: str | AbstractInverse = "cg",
+    estimator: str | AbstractHypergradient = "implicit",
+    inner_data: Iterable[Batch] | None = None,
+    seed: int = 0,
+) -> Hypergradient:
+    """The hypergradient at the problem's current theta and v, which stay as they are.
+
+    Args:
+        problem: a `Bilevel`.
+        inner_batch: where the inner objective and its derivatives are taken.
+        outer_batch: where the outer loss is taken.
+        inverse: a name or an object, for example `nhgd.inverse.CG(steps=100)`.
+        estimator: "implicit", "unrolled", or an object.
+        inner_data: batches that online inverses learn from and products run over, in place of inner_batch.
+        seed: what dropout is drawn from.
+
+    >>> import torch
+    >>> problem = Bilevel(  # theta*(v) = v, so Phi(v) = (v - 3)^2
+    ...     inner=lambda theta, v, x: (theta - v).square().expand(len(x)),
+    ...     outer=lambda theta, v, x: (theta - 3).square(),
+    ...     theta=torch.tensor(1.0), v=torch.tensor(1.0))
+    >>> hypergradient(problem, torch.zeros(4), torch.zeros(4)).grad
+    tensor(-4.)
+    """
+    device = problem.theta.device
+    batches = [inner_batch] if inner_data is None else list(reiterable(inner_data, "inner_data"))
+    if not batches:
+        raise InputError("inner_data yields no batch. Give it at least one, for example [(x, y)].")
+    batches = [move(batch, device) for batch in batches]
+    outer_batch = move(outer_batch, device)
+    problem.validate(batches[0], outer_batch)
+    return resolve(estimator).estimate(problem, batches, outer_batch, resolve_inverse(inverse), seed)
+
+
+__all__ = [
+    "ESTIMATORS",
+    "AbstractHypergradient",
+    "Hypergradient",
+    "Implicit",
+    "Unrolled",
+    "hypergradient",
+    "implicit",
+    "resolve",
+]

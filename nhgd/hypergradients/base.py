@@ -1,0 +1,59 @@
+"""What every estimator of grad Phi is, and what it returns."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from nhgd.data.batch import Batch
+from nhgd.inverse.base import AbstractInverse, SolveStats
+from nhgd.point import OracleCalls
+from nhgd.problem import Bilevel
+from nhgd.variable import Like
+
+
+@dataclass(frozen=True)
+class Hypergradient:
+    """An estimate of grad Phi(v).
+
+    Attributes:
+        grad: shaped like v: a Tensor for a Tensor, a dict by parameter name for a dict or a module.
+        value: the outer loss.
+        stats: how the linear solve went.
+        leaves: the same gradient, one tensor for each leaf of v.
+        adjoint: x = H^{-1} grad_theta f where the estimator has one, (D,); a first guess for the next outer step.
+    """
+
+    grad: Like
+    value: float
+    stats: SolveStats
+    leaves: list[Tensor] = field(repr=False, default_factory=list)
+    adjoint: Tensor | None = field(repr=False, default=None)
+
+
+@dataclass(frozen=True)
+class AbstractHypergradient(ABC):
+    """A way to get grad Phi(v) at the problem's current theta and v, which stay as they are."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def estimate(
+        self,
+        problem: Bilevel,
+        inner_batches: Sequence[Batch],
+        outer_batch: Batch,
+        inverse: AbstractInverse,
+        seed: int = 0,
+        calls: OracleCalls | None = None,
+    ) -> Hypergradient:
+        """The estimate from these batches."""
+
+    @classmethod
+    def summary(cls) -> str:
+        """The first line of the docstring."""
+        return (cls.__doc__ or "").strip().splitlines()[0]

@@ -1,0 +1,47 @@
+"""Every way to apply the inverse of the inner Hessian, one file each.
+
+A new one is a file here, its import below, and one line in tests/catalogue.py.
+"""
+
+from __future__ import annotations
+
+from nhgd.errors import InputError
+from nhgd.inverse.base import AbstractInverse, SolveStats
+from nhgd.inverse.cg import CG
+from nhgd.inverse.exact import Exact
+from nhgd.inverse.fixed_point import FixedPoint
+from nhgd.inverse.identity import Identity
+from nhgd.inverse.neumann import Neumann
+from nhgd.registry import Registry
+
+INVERSES = Registry("inverse", AbstractInverse, list(vars().values()))
+
+
+def resolve(inverse: str | AbstractInverse) -> AbstractInverse:
+    """An inverse from its name, with default settings, or from itself.
+
+    >>> resolve("cg")
+    CG(steps=40, tol=1e-08, damping=0.0)
+    """
+    if isinstance(inverse, AbstractInverse):
+        return inverse
+    if not isinstance(inverse, str):
+        raise InputError(
+            f"An inverse is a name or an object such as nhgd.inverse.CG(); got a {type(inverse).__name__}."
+        )
+    made = INVERSES[inverse]()
+    assert isinstance(made, AbstractInverse)
+    return made
+
+
+__all__ = [
+    "CG",
+    "INVERSES",
+    "AbstractInverse",
+    "Exact",
+    "FixedPoint",
+    "Identity",
+    "Neumann",
+    "SolveStats",
+    "resolve",
+]

@@ -1,0 +1,82 @@
+"""What every inverse is: three methods around a state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from nhgd.point import Point
+from nhgd.record import FisherKind, InnerRecord, RecordKind
+from nhgd.variable import Variable
+
+
+@dataclass(frozen=True)
+class SolveStats:
+    """How a solve went.
+
+    Attributes:
+        residual: |H x - u| / |u|, or None where knowing it would have cost an extra Hessian product.
+        hvps: Hessian products spent, counted in batches.
+        converged: whether the method's own stopping test was met; a method without one says True.
+        notes: anything else worth knowing, by name.
+    """
+
+    residual: float | None
+    hvps: int
+    converged: bool
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AbstractInverse(ABC):
+    """A way to apply the inverse of the inner Hessian.
+
+    A subclass is a frozen dataclass of hyper-parameters; what evolves is a state of its own. An inverse that learns
+    from the inner steps says in `records` what it needs of them; the inner step computes nothing else.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def records(self) -> RecordKind | None:
+        """Which record of the inner step `observe` takes; None when it takes none."""
+        return None
+
+    @property
+    def fisher(self) -> FisherKind:
+        """Of which Fisher matrix the records are."""
+        return "empirical"
+
+    def init(self, theta: Variable) -> Any:
+        """The state before any inner step."""
+        return None
+
+    def observe(self, state: Any, record: InnerRecord) -> Any:
+        """The state after an inner step."""
+        return state
+
+    @abstractmethod
+    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+        """x close to H^{-1} u, (D,), at a point. `start` is a first guess, which iterative methods use."""
+
+    @abstractmethod
+    def memory(self, theta: Variable) -> int:
+        """Bytes held by the state and by a solve, beyond the graph of one inner gradient."""
+
+    @property
+    def products(self) -> int | None:
+        """How many Hessian products a solve takes at most; None when it depends on D."""
+        return 0
+
+    @classmethod
+    def summary(cls) -> str:
+        """The first line of the docstring."""
+        return (cls.__doc__ or "").strip().splitlines()[0]
+
+
+def vector_bytes(theta: Variable, count: int = 1) -> int:
+    """The size of `count` vectors (D,) of theta's dtype."""
+    return count * theta.numel * theta.dtype.itemsize

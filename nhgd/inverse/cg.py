@@ -1,0 +1,87 @@
+"""Conjugate gradients on the inner Hessian."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from nhgd.errors import not_negative, positive
+from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
+from nhgd.point import Point
+from nhgd.variable import Variable
+
+
+@final
+@dataclass(frozen=True)
+class CG(AbstractInverse):
+    """Conjugate gradients, with a stopping test and a check for negative curvature.
+
+        r = u - H x,  p = r
+        repeat:  alpha = r.r / p.Hp;  x += alpha p;  r_new = r - alpha Hp;  p = r_new + (r_new.r_new / r.r) p
+
+    It stops after `steps` products, when |r| <= tol |u|, or when p.Hp <= 0. In the last case the Hessian is not positive
+    definite, x is the last iterate before that direction, and `notes["negative_curvature"]` is True.
+
+    Args:
+        steps: products at most.
+        tol: relative residual at which to stop.
+        damping: added to the diagonal of H.
+
+    >>> CG(steps=10, tol=1e-6).products
+    10
+
+    References: M. R. Hestenes, E. Stiefel, Methods of conjugate gradients for solving linear systems, 1952, section 3;
+    J. Nocedal, S. J. Wright, Numerical Optimization, 2006, algorithms 5.2 and 7.1 (negative curvature).
+    """
+
+    name: ClassVar[str] = "cg"
+    steps: int = 40
+    tol: float = 1e-8
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive("CG", steps=self.steps)
+        not_negative("CG", tol=self.tol, damping=self.damping)
+
+    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+        """Iterate from `start`, or from zero."""
+        before = at.calls.hvps
+        tiny = torch.finfo(u.dtype).tiny
+        size = max(float(u.norm()), tiny)
+        x = torch.zeros_like(u) if start is None else start.clone()
+        r = u.clone() if start is None else u - self._product(at, x)
+        p = r.clone()
+        rr = float(r.dot(r))
+        negative = False
+        taken = 0
+        while rr**0.5 > self.tol * size and taken < self.steps:
+            hp = self._product(at, p)
+            taken += 1
+            curvature = float(p.dot(hp))
+            if not curvature > 0:
+                negative = True
+                break
+            alpha = rr / curvature
+            x.add_(p, alpha=alpha)
+            r.sub_(hp, alpha=alpha)
+            rr, old = float(r.dot(r)), rr
+            p.mul_(rr / old).add_(r)
+        residual = rr**0.5 / size
+        notes = {"iterations": taken, "negative_curvature": negative}
+        return x, SolveStats(residual, at.calls.hvps - before, residual <= self.tol, notes)
+
+    def _product(self, at: Point, x: Tensor) -> Tensor:
+        found = at.hvp(x)
+        return found.add_(x, alpha=self.damping) if self.damping else found
+
+    def memory(self, theta: Variable) -> int:
+        """x, r, p and Hp."""
+        return vector_bytes(theta, 4)
+
+    @property
+    def products(self) -> int | None:
+        """At most `steps`."""
+        return self.steps

@@ -1,0 +1,86 @@
+"""The fixed point of a gradient step, differentiated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from nhgd.errors import not_negative, positive
+from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.spectrum import largest_eigenvalue
+from nhgd.point import Point
+from nhgd.variable import Variable
+
+
+@final
+@dataclass(frozen=True)
+class FixedPoint(AbstractInverse):
+    """The fixed-point iteration of a gradient step of size lr, stopped by its residual.
+
+        x <- x + lr (u - H x)
+
+    From zero it gives the Neumann series; unlike the series it can start from the last outer step's solution, and stops
+    by itself.
+
+    Args:
+        steps: products at most.
+        lr: the step. None: 1 / lambda_max from a power iteration.
+        tol: relative residual at which to stop.
+        power_steps: products of that power iteration.
+        damping: added to the diagonal of H.
+
+    >>> FixedPoint(steps=20, lr=0.1).products
+    21
+
+    References: R. Grazzi, L. Franceschi, M. Pontil, S. Salzo, On the iteration complexity of hypergradient computation,
+    2020, equation 10 with the map theta - lr grad.
+    """
+
+    name: ClassVar[str] = "fixed_point"
+    steps: int = 40
+    lr: float | None = None
+    tol: float = 1e-8
+    power_steps: int = 10
+    damping: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive("FixedPoint", steps=self.steps, power_steps=self.power_steps)
+        not_negative("FixedPoint", tol=self.tol, damping=self.damping)
+        if self.lr is not None:
+            positive("FixedPoint", lr=self.lr)
+
+    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+        """Iterate from `start`, or from zero."""
+        before = at.calls.hvps
+        lr = self.lr
+        if lr is None:
+            top = largest_eigenvalue(at, u, self.power_steps) + self.damping
+            lr = 1.0 / top if top > 0 else 1.0
+        size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
+        x = torch.zeros_like(u) if start is None else start.clone()
+        r = u.clone() if start is None else self._residual(at, u, x)
+        residual = float(r.norm()) / size
+        worst = 10 * max(residual, 1.0)
+        for _ in range(self.steps):
+            if residual <= self.tol or not residual <= worst:
+                break
+            x = x + lr * r
+            r = self._residual(at, u, x)
+            residual = float(r.norm()) / size
+        notes = {"lr": lr, "diverged": not residual <= worst}
+        return x, SolveStats(residual, at.calls.hvps - before, residual <= self.tol, notes)
+
+    def _residual(self, at: Point, u: Tensor, x: Tensor) -> Tensor:
+        return u - at.hvp(x) - self.damping * x
+
+    def memory(self, theta: Variable) -> int:
+        """x, the residual, its product."""
+        return vector_bytes(theta, 3)
+
+    @property
+    def products(self) -> int | None:
+        """The iteration, the residual of a given start, the power iteration."""
+        return self.steps + 1 + (self.power_steps if self.lr is None else 0)

@@ -1,0 +1,46 @@
+"""T1-T2: pretend that the Hessian is the identity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+from torch import Tensor
+
+from nhgd.errors import positive
+from nhgd.inverse.base import AbstractInverse, SolveStats
+from nhgd.point import Point
+from nhgd.variable import Variable
+
+
+@final
+@dataclass(frozen=True)
+class Identity(AbstractInverse):
+    """T1-T2: the Hessian taken as a multiple of the identity, no product at all.
+
+        x = scale * u
+
+    Args:
+        scale: what stands for the inverse curvature.
+
+    >>> Identity(scale=0.5).name
+    'identity'
+
+    References: J. Luketina, M. Berglund, K. Greff, T. Raiko, Scalable gradient-based tuning of continuous
+    regularization hyperparameters, 2016, section 3.
+    Deviations: 1. the paper multiplies by the inner learning rate; here that is `scale`, 1 by default.
+    """
+
+    name: ClassVar[str] = "identity"
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive("Identity", scale=self.scale)
+
+    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+        """Scale u."""
+        return self.scale * u, SolveStats(residual=None, hvps=0, converged=True)
+
+    def memory(self, theta: Variable) -> int:
+        """Nothing is held."""
+        return 0

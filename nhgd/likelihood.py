@@ -1,0 +1,142 @@
+"""What the model's outputs parametrise, and so what the Fisher matrix is in output space.
+
+For a loss l(z) = -log p(y | z) the Fisher matrix of one sample in its outputs z is Lambda = E_y[ dl/dz dl/dz^T ], the
+expectation over the model's own labels. A likelihood gives a root of it, Lambda = sum_k r_k r_k^T, and a random root with
+E[ r r^T ] = Lambda; pulled back through the model they give the exact and the sampled Fisher matrix of theta.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from nhgd.errors import InputError
+
+
+@dataclass(frozen=True)
+class AbstractLikelihood(ABC):
+    """Roots of the Fisher matrix in output space. Subclass it for a likelihood of your own."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def roots(self, outputs: Tensor, losses: Tensor) -> Tensor:
+        """(K, *outputs.shape) with sum_k r_k r_k^T = Lambda for each sample.
+
+        Args:
+            outputs: (B, ...), in the graph of `losses`.
+            losses: (B,), unweighted.
+        """
+
+    def sample(self, outputs: Tensor, losses: Tensor) -> Tensor:
+        """(1, *outputs.shape), random, with E[ r r^T ] = Lambda: a random sign on every root, summed."""
+        roots = self.roots(outputs, losses)
+        signs = torch.randint(0, 2, roots.shape[:2], device=roots.device).to(roots.dtype) * 2 - 1
+        return (roots * signs.reshape(*signs.shape, *[1] * (roots.ndim - 2))).sum(0, keepdim=True)
+
+
+@final
+@dataclass(frozen=True)
+class Categorical(AbstractLikelihood):
+    """Class scores z, (B, C), with softmax cross-entropy: Lambda = diag(p) - p p^T.
+
+        r_k = sqrt(p_k) (e_k - p)
+
+    >>> r = Categorical().roots(torch.zeros(1, 2), torch.zeros(1))[:, 0]
+    >>> r.T @ r
+    tensor([[ 0.2500, -0.2500],
+            [-0.2500,  0.2500]])
+    """
+
+    name: ClassVar[str] = "categorical"
+
+    def roots(self, outputs: Tensor, losses: Tensor) -> Tensor:
+        """One root for each class."""
+        if outputs.ndim != 2:
+            raise InputError(
+                f"The categorical likelihood needs outputs of shape (B, C), but Losses.outputs has shape"
+                f" {tuple(outputs.shape)}."
+            )
+        p = outputs.detach().softmax(1)
+        eye = torch.eye(p.shape[1], dtype=p.dtype, device=p.device)
+        return p.T.sqrt()[:, :, None] * (eye[:, None, :] - p[None])
+
+    def sample(self, outputs: Tensor, losses: Tensor) -> Tensor:
+        """The score of a label drawn from the model: e_y - p."""
+        p = outputs.detach().softmax(1)
+        y = torch.multinomial(p, 1)
+        return (torch.zeros_like(p).scatter_(1, y, 1.0) - p)[None]
+
+
+@final
+@dataclass(frozen=True)
+class Bernoulli(AbstractLikelihood):
+    """Logits z, (B,) or (B, M), with binary cross-entropy summed over M: Lambda = diag(p (1 - p)).
+
+    >>> Bernoulli().roots(torch.zeros(3), torch.zeros(3))[0]
+    tensor([0.5000, 0.5000, 0.5000])
+    """
+
+    name: ClassVar[str] = "bernoulli"
+
+    def roots(self, outputs: Tensor, losses: Tensor) -> Tensor:
+        """One root for each logit."""
+        p = outputs.detach().sigmoid()
+        return _columns((p * (1 - p)).sqrt())
+
+
+@final
+@dataclass(frozen=True)
+class Gaussian(AbstractLikelihood):
+    """Predictions z, (B, ...), with a squared error: Lambda = c I, c the curvature of the loss that was returned.
+
+    c is 1 for 0.5 |z - y|^2, 2 for |z - y|^2 and 2/M for its mean over M outputs; it is read off the loss itself.
+
+    >>> z = torch.zeros(3, 1, requires_grad=True)
+    >>> Gaussian().roots(z, z.square().sum(1))[0].T
+    tensor([[1.4142, 1.4142, 1.4142]])
+    """
+
+    name: ClassVar[str] = "gaussian"
+
+    def roots(self, outputs: Tensor, losses: Tensor) -> Tensor:
+        """One root for each output."""
+        with torch.enable_grad():
+            slope = torch.autograd.grad(losses.sum(), outputs, create_graph=True, retain_graph=True)[0]
+            curvature = torch.autograd.grad(slope.sum(), outputs, retain_graph=True)[0]
+        if bool((curvature < 0).any()):
+            raise InputError(
+                "The gaussian likelihood needs a squared error, but the loss is not convex in the outputs."
+            )
+        return _columns(curvature.sqrt())
+
+
+def _columns(root: Tensor) -> Tensor:
+    """The diagonal matrix of each sample as K columns: (B, ...) -> (K, B, ...)."""
+    flat = root.reshape(root.shape[0], -1)
+    eye = torch.eye(flat.shape[1], dtype=flat.dtype, device=flat.device)
+    return (eye[:, None, :] * flat[None]).reshape(flat.shape[1], *root.shape)
+
+
+LIKELIHOODS: dict[str, AbstractLikelihood] = {made.name: made for made in (Categorical(), Bernoulli(), Gaussian())}
+
+
+def resolve(likelihood: str | object | None, wanted_by: str) -> AbstractLikelihood:
+    """The likelihood of a problem, or a sentence that says what is missing."""
+    if isinstance(likelihood, AbstractLikelihood):
+        return likelihood
+    if isinstance(likelihood, str) and likelihood in LIKELIHOODS:
+        return LIKELIHOODS[likelihood]
+    if likelihood is None:
+        raise InputError(
+            f"{wanted_by} needs to know what the outputs mean: pass likelihood='categorical', 'bernoulli' or 'gaussian'"
+            " to Bilevel, and return nhgd.Losses(values, outputs=...) from inner()."
+        )
+    raise InputError(
+        f"{wanted_by} does not know the likelihood {likelihood!r}. Use 'categorical', 'bernoulli', 'gaussian', or an object"
+        " of a subclass of nhgd.likelihood.AbstractLikelihood."
+    )

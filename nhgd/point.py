@@ -1,0 +1,220 @@
+"""Where derivatives are taken: a point (theta, v) with the batches that define the objective there.
+
+A `Point` answers the questions a linear solve may ask (Hessian products, the outer gradient, the cross derivative) and
+counts the answers. It never forms a D x D array unless asked for `dense()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from nhgd.data.batch import Batch, common_length
+from nhgd.errors import InputError
+from nhgd.problem import Bilevel, Losses
+
+
+@dataclass
+class OracleCalls:
+    """How often each derivative was asked for; one call is one batch."""
+
+    inner_gradients: int = 0
+    outer_gradients: int = 0
+    hvps: int = 0
+    cross: int = 0
+    samples: int = 0
+
+    @property
+    def gradients(self) -> int:
+        """First derivatives of either level."""
+        return self.inner_gradients + self.outer_gradients
+
+    def as_dict(self) -> dict[str, int]:
+        """All counters by name, with their total of first derivatives."""
+        return {"gradients": self.gradients} | {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass(frozen=True)
+class OuterGradient:
+    """The outer loss at a point, its gradient in theta, (D,), and in v, one tensor a leaf."""
+
+    value: Tensor
+    theta: Tensor
+    v: list[Tensor]
+
+
+class Point:
+    """The current theta and v of a problem, with inner batches and an outer batch.
+
+    Args:
+        problem: its theta and v are taken as they are now and must not move while the point is in use.
+        inner_batches: products are means over these, weighted by their sizes.
+        outer_batch: where the outer loss is taken.
+        seed: dropout is drawn from it, the same in every product of one batch.
+        calls: counters to add to; default: new ones.
+    """
+
+    def __init__(
+        self,
+        problem: Bilevel,
+        inner_batches: Sequence[Batch],
+        outer_batch: Batch = None,
+        seed: int = 0,
+        calls: OracleCalls | None = None,
+    ) -> None:
+        if not inner_batches:
+            raise InputError("A point needs at least one inner batch.")
+        self.problem = problem
+        self.inner_batches = list(inner_batches)
+        self.outer_batch = outer_batch
+        self.seed = seed
+        self.calls = OracleCalls() if calls is None else calls
+        sizes = [common_length(b) or 1 for b in self.inner_batches]
+        self._shares = [n / sum(sizes) for n in sizes]
+        self._sizes = sizes
+        self._kept: tuple[Tensor, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        """D, the number of inner parameters."""
+        return self.problem.theta.numel
+
+    def outer(self) -> OuterGradient:
+        """The outer loss and its two gradients."""
+        theta, v = self.problem.theta, self.problem.v
+        with self.problem.guarded(self.seed), torch.enable_grad():
+            value = self.problem.outer_value(self.outer_batch)
+            found: Sequence[Tensor | None] = [None] * (len(theta.leaves) + len(v.leaves))
+            if value.requires_grad:
+                found = torch.autograd.grad(value, (*theta.leaves, *v.leaves), allow_unused=True)
+        self.calls.outer_gradients += 1
+        split = len(theta.leaves)
+        in_v = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found[split:], v.leaves, strict=True)]
+        return OuterGradient(value.detach(), theta.flatten(found[:split]), in_v)
+
+    def _graph(self, index: int) -> tuple[Tensor, ...]:
+        """The inner gradient on one batch with its graph, ridge included. Kept when there is one batch only."""
+        if self._kept is not None:
+            return self._kept
+        problem = self.problem
+        with torch.enable_grad():
+            objective = problem.losses(self.inner_batches[index]).mean() + problem.ridge()
+            gradient = torch.autograd.grad(objective, problem.theta.leaves, create_graph=True, materialize_grads=True)
+        self.calls.inner_gradients += 1
+        self.calls.samples += self._sizes[index]
+        if len(self.inner_batches) == 1:
+            self._kept = gradient
+        return gradient
+
+    def _pull_back(self, vector: Tensor, wrt: Sequence[Tensor]) -> list[Tensor]:
+        """Mean over the batches of d(gradient . vector)/d(wrt)."""
+        parts = self.problem.theta.unflatten(vector)
+        total = [torch.zeros_like(t) for t in wrt]
+        for index, share in enumerate(self._shares):
+            with self.problem.guarded(self.seed + 1 + index):
+                gradient = self._graph(index)
+                pairs = [(g, p) for g, p in zip(gradient, parts, strict=True) if g.requires_grad]
+                if not pairs:
+                    continue
+                found = torch.autograd.grad(
+                    [g for g, _ in pairs],
+                    wrt,
+                    [p for _, p in pairs],
+                    retain_graph=self._kept is not None,
+                    allow_unused=True,
+                )
+            for t, f in zip(total, found, strict=True):
+                if f is not None:
+                    t.add_(f, alpha=share)
+        return total
+
+    def hvp(self, vector: Tensor) -> Tensor:
+        """The inner Hessian, ridge included, times a vector (D,)."""
+        self.calls.hvps += len(self.inner_batches)
+        return self.problem.theta.flatten(self._pull_back(vector, self.problem.theta.leaves))
+
+    def cross(self, vector: Tensor) -> list[Tensor]:
+        """The cross derivative, transposed, times a vector (D,): one tensor for each leaf of v."""
+        self.calls.cross += len(self.inner_batches)
+        return self._pull_back(vector, self.problem.v.leaves)
+
+    def gradient(self) -> Tensor:
+        """The inner gradient, ridge included, (D,)."""
+        theta = self.problem.theta
+        total = torch.zeros(theta.numel, dtype=theta.dtype, device=theta.device)
+        for index, share in enumerate(self._shares):
+            with self.problem.guarded(self.seed + 1 + index):
+                total.add_(theta.flatten([g.detach() for g in self._graph(index)]), alpha=share)
+        return total
+
+    def dense(self) -> Tensor:
+        """The inner Hessian as an array (D, D), symmetrised: D products."""
+        eye = torch.eye(self.numel, dtype=self.problem.theta.dtype, device=self.problem.theta.device)
+        hessian = torch.stack([self.hvp(row) for row in eye])
+        return (hessian + hessian.T) / 2
+
+    def empirical_fisher(self, vector: Tensor) -> Tensor:
+        """The empirical Fisher matrix plus the ridge's Hessian, times a vector (D,): (1/B) J^T W J x + 2 l2 x.
+
+        J holds the per-sample gradients; J x comes from differentiating J^T c in c, so no (B, D) array is formed.
+        """
+        theta = self.problem.theta
+
+        def product(losses: Losses) -> Tensor:
+            scores = self._push_forward(losses.values, vector)  # (B,)
+            weights = 1.0 if losses.weights is None else losses.weights.detach()
+            found = torch.autograd.grad(losses.values, theta.leaves, weights * scores / len(scores), allow_unused=True)
+            return theta.flatten(found)
+
+        return self._mean_of(product) + self.problem.ridge_diagonal() * vector
+
+    def ggn(self, vector: Tensor) -> Tensor:
+        """The generalised Gauss-Newton matrix plus the ridge's Hessian, times a vector (D,).
+
+        (1/B) sum_i w_i J_i^T (d2 l_i / d z_i^2) J_i x + 2 l2 x, with z the model's outputs and the curvature in z taken
+        from the loss itself. It never has negative curvature when the loss is convex in z.
+        """
+        theta = self.problem.theta
+
+        def product(losses: Losses) -> Tensor:
+            outputs = losses.outputs
+            if outputs is None:
+                raise InputError(
+                    "The GGN needs the model's outputs: return nhgd.Losses(values, outputs=...) from inner()."
+                )
+            pushed = self._push_forward(outputs, vector)  # J x, shaped like z
+            slope = torch.autograd.grad(losses.values.sum(), outputs, create_graph=True)[0]
+            bent = (
+                torch.autograd.grad(slope, outputs, pushed, retain_graph=True)[0] if slope.requires_grad else 0 * pushed
+            )
+            if losses.weights is not None:
+                bent = bent * losses.weights.detach().reshape(-1, *[1] * (bent.ndim - 1))
+            found = torch.autograd.grad(outputs, theta.leaves, bent / len(losses.values), allow_unused=True)
+            return theta.flatten(found)
+
+        self.calls.hvps += len(self.inner_batches)
+        return self._mean_of(product) + self.problem.ridge_diagonal() * vector
+
+    def _push_forward(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        """J x for J = d outputs / d theta, by differentiating J^T c in c."""
+        theta = self.problem.theta
+        probe = torch.zeros_like(outputs, requires_grad=True)
+        pulled = torch.autograd.grad(outputs, theta.leaves, probe, create_graph=True, materialize_grads=True)
+        pairs = [(p, x) for p, x in zip(pulled, theta.unflatten(vector), strict=True) if p.requires_grad]
+        return torch.autograd.grad([p for p, _ in pairs], probe, [x for _, x in pairs], retain_graph=True)[0]
+
+    def _mean_of(self, product: Callable[[Losses], Tensor]) -> Tensor:
+        total = torch.zeros(self.numel, dtype=self.problem.theta.dtype, device=self.problem.theta.device)
+        for index, (batch, share) in enumerate(zip(self.inner_batches, self._shares, strict=True)):
+            with self.problem.guarded(self.seed + 1 + index), torch.enable_grad():
+                losses = self.problem.losses(batch)
+                if not losses.per_sample:
+                    raise InputError(
+                        "The Fisher matrix needs per-sample losses, but inner() returned a scalar."
+                        " Return losses of shape (B,)."
+                    )
+                total.add_(product(losses), alpha=share)
+        return total

@@ -1,0 +1,299 @@
+"""What is solved: `Bilevel`, two functions of (theta, v, batch) and a ridge.
+
+    min over v of  Phi(v) = f(v, theta*(v)),
+    theta*(v) = argmin over theta of  mean_i( w_i l_i ) + sum( l2 * theta^2 )
+
+Losses, weights, model outputs and the ridge are kept apart, because the Fisher matrix needs them apart.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from nhgd.data.batch import Batch, common_length, first_bad, lengths
+from nhgd.errors import InputError, unknown
+from nhgd.likelihood import LIKELIHOODS
+from nhgd.variable import Given, Variable
+
+InnerResult: TypeAlias = "Tensor | tuple[Tensor, Tensor] | Losses"
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What the inner function returns for a batch of B samples.
+
+    Args:
+        values: the loss of every sample, (B,). A scalar is accepted by the methods that need no per-sample quantity.
+        weights: the weight of every sample, (B,), at least 0. None means 1 for all. The batch objective is
+            mean(weights * values), never divided by the sum of the weights.
+        outputs: the model's outputs, (B, ...), needed by the exact and sampled Fisher matrices alone.
+    """
+
+    values: Tensor
+    weights: Tensor | None = None
+    outputs: Tensor | None = None
+
+    @property
+    def per_sample(self) -> bool:
+        """Whether there is one loss for each sample."""
+        return self.values.ndim == 1
+
+    def mean(self) -> Tensor:
+        """The batch objective without the ridge: mean_i( w_i l_i )."""
+        weighted = self.values if self.weights is None else self.weights * self.values
+        return weighted.mean()
+
+
+class Bilevel:
+    """A bilevel problem.
+
+    Args:
+        inner: (theta, v, batch) -> losses (B,), or (losses, weights), or `Losses`.
+        outer: (theta, v, batch) -> a scalar.
+        theta: the inner variable: a Tensor, a dict of Tensors or an nn.Module.
+        v: the outer variable, of the same three kinds. The functions receive the kind that was given.
+        l2: the ridge: a number, or a function of v that returns a scalar or one tensor a parameter (a Tensor for a
+            Tensor theta, else a dict by parameter name; each broadcasts to its parameter). The inner objective gains
+            sum(l2 * theta^2), biases included.
+        likelihood: what `Losses.outputs` parametrise: "categorical", "bernoulli", "gaussian", or an object of a subclass of
+            `nhgd.likelihood.AbstractLikelihood`. Needed by the exact and sampled Fisher matrices alone.
+
+    >>> x, y = torch.randn(8, 2), torch.randn(8)
+    >>> problem = Bilevel(
+    ...     inner=lambda theta, v, batch: (x @ theta - y) ** 2,
+    ...     outer=lambda theta, v, batch: (theta - 1).square().sum(),
+    ...     theta=torch.zeros(2), v=torch.zeros(()), l2=lambda v: v.exp())
+    >>> problem.theta.numel, problem.v.numel
+    (2, 1)
+    """
+
+    def __init__(
+        self,
+        inner: Callable[[Any, Any, Any], InnerResult],
+        outer: Callable[[Any, Any, Any], Tensor],
+        theta: Given,
+        v: Given,
+        l2: float | Callable[[Any], Tensor | dict[str, Tensor]] = 0.0,
+        likelihood: str | object | None = None,
+    ) -> None:
+        self.inner = inner
+        self.outer = outer
+        self.theta = Variable(theta, "theta")
+        self.v = Variable(v, "v")
+        if not callable(l2) and not 0 <= float(l2) < float("inf"):
+            raise InputError(f"l2 must be a number of at least 0 or a function of v, got {l2}.")
+        if isinstance(likelihood, str) and likelihood not in LIKELIHOODS:
+            raise unknown("likelihood", likelihood, LIKELIHOODS)
+        self.l2 = l2
+        self.likelihood = likelihood
+        shared = {t.untyped_storage().data_ptr() for t in self.theta.leaves if t.numel()}
+        for name, leaf in zip(self.v.names, self.v.leaves, strict=True):
+            if leaf.numel() and leaf.untyped_storage().data_ptr() in shared:
+                raise InputError(f"theta and v share the memory of {name!r}; each needs tensors of its own.")
+
+    def losses(self, batch: Batch, theta: Sequence[Tensor] | None = None, v: Sequence[Tensor] | None = None) -> Losses:
+        """Evaluate the inner function at the given leaves (default: the current ones) and check what it returns."""
+        with self.theta.view(theta) as theta_given, self.v.view(v) as v_given:
+            try:
+                result = self.inner(theta_given, v_given, batch)
+            except (RuntimeError, ValueError, IndexError) as error:
+                found = lengths(batch)
+                if len(set(found.values())) > 1:
+                    raise InputError(_uneven(found)) from error
+                raise
+        return _losses(result, batch)
+
+    def outer_value(
+        self, batch: Batch, theta: Sequence[Tensor] | None = None, v: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        """Evaluate the outer function at the given leaves (default: the current ones)."""
+        with self.theta.view(theta) as theta_given, self.v.view(v) as v_given:
+            value = self.outer(theta_given, v_given, batch)
+        if not isinstance(value, Tensor):
+            raise InputError(f"outer() returned a {type(value).__name__}. Return a scalar Tensor.")
+        if value.numel() != 1:
+            raise InputError(
+                f"outer() returned a tensor of shape {tuple(value.shape)}. Return a scalar: .mean() of it."
+            )
+        return value.reshape(())
+
+    def ridge_coefficients(self, v: Sequence[Tensor] | None = None) -> list[Tensor | float]:
+        """One coefficient for each leaf of theta, a number or a tensor that broadcasts to it."""
+        if not callable(self.l2):
+            return [float(self.l2)] * len(self.theta.leaves)
+        with self.v.view(v) as v_given:
+            found = self.l2(v_given)
+        if isinstance(found, dict):
+            missing = [name for name in self.theta.names if name not in found]
+            extra = [name for name in found if name not in self.theta.names]
+            if missing or extra:
+                raise InputError(
+                    f"l2(v) must name every parameter of theta: missing {missing}, unknown {extra}."
+                    f" The parameters are {list(self.theta.names)}."
+                )
+            coefficients: list[Tensor | float] = [found[name] for name in self.theta.names]
+        elif isinstance(found, Tensor) and (found.numel() == 1 or len(self.theta.leaves) == 1):
+            coefficients = [found.reshape(()) if found.numel() == 1 else found] * len(self.theta.leaves)
+        else:
+            raise InputError("l2(v) must return a scalar Tensor, or one tensor for each parameter of theta by name.")
+        for coefficient, leaf, name in zip(coefficients, self.theta.leaves, self.theta.names, strict=True):
+            if isinstance(coefficient, Tensor):
+                try:
+                    torch.broadcast_to(coefficient, leaf.shape)
+                except RuntimeError:
+                    raise InputError(
+                        f"l2(v) has shape {tuple(coefficient.shape)} for {name!r}, which has shape {tuple(leaf.shape)}."
+                    ) from None
+        return coefficients
+
+    def ridge(self, theta: Sequence[Tensor] | None = None, v: Sequence[Tensor] | None = None) -> Tensor:
+        """sum( l2 * theta^2 ), with its graph."""
+        leaves = self.theta.leaves if theta is None else theta
+        if not callable(self.l2) and self.l2 == 0:
+            return leaves[0].new_zeros(())
+        terms = [(c * t.square()).sum() for c, t in zip(self.ridge_coefficients(v), leaves, strict=True)]
+        return torch.stack([t.to(self.theta.dtype) for t in terms]).sum()
+
+    @torch.no_grad()
+    def ridge_diagonal(self) -> Tensor:
+        """The ridge's Hessian, 2 * l2 for every coordinate of theta, (D,)."""
+        return self.theta.flatten(
+            [
+                torch.broadcast_to(torch.as_tensor(2 * c, dtype=leaf.dtype, device=leaf.device), leaf.shape)
+                for c, leaf in zip(self.ridge_coefficients(), self.theta.leaves, strict=True)
+            ]
+        ).contiguous()
+
+    def objective(
+        self, batch: Batch, theta: Sequence[Tensor] | None = None, v: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        """The inner objective on a batch, ridge included."""
+        return self.losses(batch, theta, v).mean() + self.ridge(theta, v)
+
+    @contextmanager
+    def guarded(self, seed: int | None = None) -> Iterator[None]:
+        """The setting of every pass other than an inner step.
+
+        Buffers and training flags stay as they were. With a seed, dropout is drawn from it and the caller's generators
+        are left alone, so that the same pass can be replayed. Compiled modules run uncompiled and attention runs on the
+        kernel that can be differentiated twice.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(self.theta.undisturbed())
+            stack.enter_context(self.v.undisturbed())
+            if seed is not None:
+                device = self.theta.device
+                stack.enter_context(
+                    torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda")
+                )
+                torch.manual_seed(seed)
+            stack.enter_context(uncompiled())
+            stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+            yield
+
+    def validate(self, inner_batch: Batch, outer_batch: Batch) -> None:
+        """Evaluate both functions once and refuse, with a sentence, what no method could work with."""
+        for name, batch in (("inner", inner_batch), ("outer", outer_batch)):
+            bad = first_bad(batch)
+            if bad:
+                raise InputError(f"The {name} batch holds nan or inf: {bad}. Remove or impute such samples first.")
+        leaves = (*self.theta.leaves, *self.v.leaves)
+        split = len(self.theta.leaves)
+        with self.guarded(seed=0), torch.enable_grad():
+            losses = self.losses(inner_batch)
+            self._finite_losses(losses)
+            objective = losses.mean() + self.ridge()
+            if not objective.requires_grad:
+                raise InputError(
+                    "The inner loss does not depend on theta: it carries no gradient. Use the theta that inner() is"
+                    " given, without .detach() or .data."
+                )
+            inner = torch.autograd.grad(objective, leaves, allow_unused=True)
+            value = self.outer_value(outer_batch)
+            if not bool(torch.isfinite(value)):
+                raise InputError(f"The outer loss is {value.item()} at the starting point.")
+            used = value.requires_grad
+            outer = torch.autograd.grad(value, leaves, allow_unused=True) if used else (None,) * len(leaves)
+        if all(g is None for g in inner[:split]):
+            raise InputError("The inner loss does not depend on theta. Use the theta that inner() is given.")
+        if all(g is None for g in (*inner[split:], *outer[split:])):
+            raise InputError(
+                "v enters neither the inner nor the outer problem, so there is nothing to learn. Use the v that inner(),"
+                " outer() or l2() is given, without .detach() or .data."
+            )
+
+    def _finite_losses(self, losses: Losses) -> None:
+        for name, tensor in (("loss", losses.values), ("weight", losses.weights)):
+            if tensor is None or bool(torch.isfinite(tensor).all()):
+                continue
+            rows = torch.nonzero(~torch.isfinite(tensor.reshape(-1))).reshape(-1)
+            raise InputError(
+                f"The inner {name} is {tensor.reshape(-1)[rows[0]].item()} for sample {int(rows[0])} of the batch"
+                f" ({len(rows)} of {tensor.numel()} are not finite)."
+            )
+        if losses.weights is not None and bool((losses.weights < 0).any()):
+            row = int(torch.nonzero(losses.weights < 0)[0])
+            raise InputError(
+                f"The weight of sample {row} of the batch is {losses.weights[row].item():.3g}. Weights must be at least"
+                " 0: clamp them, pass them through a sigmoid, or use project_v=(0, 1)."
+            )
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled modules as plain Python inside. Free unless something was compiled."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _losses(result: InnerResult, batch: Batch) -> Losses:
+    if isinstance(result, tuple) and len(result) == 2:
+        result = Losses(*result)
+    elif isinstance(result, Tensor):
+        result = Losses(result)
+    if not isinstance(result, Losses):
+        raise InputError(
+            f"inner() returned a {type(result).__name__}. Return losses of shape (B,), (losses, weights) or nhgd.Losses."
+        )
+    values, weights, outputs = result.values, result.weights, result.outputs
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        raise InputError("inner() must return floating-point losses as a Tensor of shape (B,).")
+    if values.ndim > 1:
+        raise InputError(
+            f"inner() returned losses of shape {tuple(values.shape)}. Return one loss for each sample, shape (B,):"
+            " reduce the other dimensions, or use reduction='none' on class scores of shape (B, C)."
+        )
+    if values.ndim == 1:
+        samples, found = common_length(batch), lengths(batch)
+        if samples is not None and values.shape[0] != samples:
+            raise InputError(
+                f"inner() returned {values.shape[0]} losses for a batch of {samples} samples. Return one for each sample."
+            )
+        if samples is None and len(found) > 1 and values.shape[0] in found.values():
+            raise InputError(_uneven(found))
+    if weights is not None:
+        if not isinstance(weights, Tensor) or weights.shape != values.shape:
+            shape = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+            raise InputError(f"inner() returned weights of shape {shape} for losses of shape {tuple(values.shape)}.")
+        if values.ndim == 0:
+            raise InputError("Weights need one loss for each sample, but inner() returned a scalar loss.")
+    if outputs is not None and values.ndim == 1 and (outputs.ndim == 0 or outputs.shape[0] != values.shape[0]):
+        raise InputError(
+            f"Losses.outputs has shape {tuple(outputs.shape)}; its first dimension must be the {values.shape[0]} samples."
+        )
+    return result
+
+
+def _uneven(found: dict[str, int]) -> str:
+    listed = ", ".join(f"{path} has {n} rows" for path, n in found.items())
+    return f"The tensors of a batch have different lengths: {listed}. Every sample needs one row in each."

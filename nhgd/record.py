@@ -1,0 +1,407 @@
+"""What an inner step hands over: its gradient, and a record of what it computed on the way.
+
+This is the only place where hooks exist. They live for one inner step: one forward hook notes the input of every Linear
+and Conv2d whose weight belongs to theta, and the place in the autograd graph where its output was made, so that the
+same backward pass that gives the gradient also gives the score of every sample at every layer. Noting the place in the
+graph instead of the output tensor keeps in-place activations harmless.
+
+Scale. With the objective mean_i( w_i l_i ) the empirical Fisher matrix is F = mean_i w_i s_i s_i^T, where s_i is the
+gradient of l_i. All records hold rows that satisfy F = (1/B) rows^T rows, the ridge left out. For the exact and the
+sampled Fisher matrix s_i s_i^T becomes sum_k s_ik s_ik^T with s_ik = J_i^T r_ik, the roots r_ik of the likelihood pulled
+back by K further backward passes; a record then holds K rows for each sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from nhgd.data.batch import Batch, common_length
+from nhgd.errors import InputError
+from nhgd.likelihood import resolve
+from nhgd.one_sample import OneSampleGradients
+from nhgd.point import OracleCalls
+from nhgd.problem import Bilevel, Losses, uncompiled
+
+RecordKind: TypeAlias = Literal["batch", "sample", "layer"]
+FisherKind: TypeAlias = Literal["empirical", "exact", "sampled"]
+
+
+@dataclass(frozen=True)
+class BatchGradient:
+    """The mean gradient of one batch as one row.
+
+    `row` (D,) is sqrt(B / w) times the gradient without the ridge, so that its outer product estimates F near an inner
+    optimum; `raw` (D,) is the gradient as the optimiser saw it, ridge included and unscaled.
+    """
+
+    row: Tensor
+    raw: Tensor
+    samples: int
+
+
+@dataclass(frozen=True)
+class PerSampleGradients:
+    """Rows sqrt(w_i) s_i, (B, D), or sqrt(w_i) s_ik, (K B, D)."""
+
+    rows: Tensor
+    samples: int
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One Linear or Conv2d layer in one inner step.
+
+    A layer that is called several times, on sequences or on images adds to a sample's gradient at T places:
+
+        s_ik = sum_t scores[k, i, t] outer inputs[i, t]
+
+    (K = 1 for the empirical Fisher matrix) and a grouped convolution does so for each of its G groups separately.
+    """
+
+    weight: str
+    bias: str | None
+    shape: torch.Size
+    module: nn.Module = field(repr=False)
+    raw_inputs: tuple[Tensor, ...] = field(repr=False)  # one for each call of the layer
+    raw_scores: tuple[tuple[Tensor, ...], ...] = field(repr=False)  # K for each call
+    scale: Tensor = field(repr=False)  # (B,): turns what the backward pass gave into sqrt(w_i) times a score
+
+    @property
+    def groups(self) -> int:
+        """How many independent blocks the weight has."""
+        return self.module.groups if isinstance(self.module, nn.Conv2d) else 1
+
+    @cached_property
+    def inputs(self) -> Tensor:
+        """(B, T, G, in) or, with a bias, (B, T, G, in + 1) whose last column is 1."""
+        parts = [self._places(x, is_input=True) for x in self.raw_inputs]
+        found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return found if self.bias is None else F.pad(found, (0, 1), value=1.0)
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """(K, B, T, G, out): sqrt(w_i) times the derivative of l_i, or of r_ik . z_i, in the layer's output."""
+        parts = [torch.stack([self._places(g, is_input=False) for g in call]) for call in self.raw_scores]
+        found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return found * self.scale[:, None, None, None]
+
+    def _places(self, tensor: Tensor, is_input: bool) -> Tensor:
+        module = self.module
+        if isinstance(module, nn.Conv2d):
+            if is_input:
+                tensor = _patches(tensor, module)  # (B, G, in, T)
+            else:
+                tensor = tensor.flatten(2).unflatten(1, (module.groups, -1))  # (B, G, out, T)
+            return tensor.permute(0, 3, 1, 2)
+        return tensor.reshape(tensor.shape[0], -1, 1, tensor.shape[-1])
+
+    def rows(self) -> tuple[Tensor, Tensor | None]:
+        """Rows of the weight, (K B, weight.numel()), and of the bias, (K B, out)."""
+        found = torch.einsum("kbtgo,btgi->kbgoi", self.scores, self.inputs).flatten(0, 1)
+        if self.bias is None:
+            return found.flatten(1), None
+        return found[..., :-1].flatten(1), found[..., -1].flatten(1)
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Inputs and scores of every Linear and Conv2d layer, and rows (K B, D_other) of the parameters outside."""
+
+    layers: tuple[LayerRecord, ...]
+    other_names: tuple[str, ...]
+    other_rows: Tensor | None
+    weights: Tensor | None  # (B,)
+    samples: int
+
+
+InnerRecord: TypeAlias = BatchGradient | PerSampleGradients | LayerStatistics
+
+
+@dataclass(frozen=True)
+class InnerStep:
+    """The gradient of the inner objective on a batch, one tensor a leaf, its value, and the record asked for."""
+
+    gradient: list[Tensor]
+    value: Tensor
+    record: InnerRecord | None
+
+
+@dataclass
+class _Call:
+    module: nn.Module
+    weight: str
+    bias: str | None
+    input: Tensor
+    edge: GradientEdge
+    output_shape: torch.Size
+
+
+class Recorder:
+    """Computes inner gradients and, with them, the record that an inverse needs.
+
+    Args:
+        problem: what is solved.
+        kind: "batch", "sample" or "layer": which record; None for none.
+        fisher: "empirical", "exact" or "sampled": of which Fisher matrix. The last two need `Losses.outputs` and a
+            likelihood, and are not defined for "batch".
+
+    The first batch is used to verify, once, that samples do not influence each other and that every layer's scores
+    account for the whole gradient of its weight (a weight used elsewhere too is moved to the other parameters).
+    """
+
+    def __init__(
+        self,
+        problem: Bilevel,
+        kind: RecordKind | None = None,
+        fisher: FisherKind = "empirical",
+        calls: OracleCalls | None = None,
+    ) -> None:
+        self.problem = problem
+        self.kind = kind
+        self.fisher = fisher
+        self.likelihood = None
+        if kind is not None and fisher != "empirical":
+            if kind == "batch":
+                raise InputError(f"The {fisher} Fisher matrix needs per-sample records, not the gradient of a batch.")
+            self.likelihood = resolve(problem.likelihood, f"fisher='{fisher}'")
+        self.calls = OracleCalls() if calls is None else calls
+        self._names = {id(leaf): name for name, leaf in zip(problem.theta.names, problem.theta.leaves, strict=True)}
+        self._shapes = {n: leaf.shape for n, leaf in zip(problem.theta.names, problem.theta.leaves, strict=True)}
+        self._unaccounted: set[str] | None = None
+        self._others = OneSampleGradients(problem)
+
+    def step(self, batch: Batch) -> InnerStep:
+        """The inner gradient on a batch, at the problem's current theta and v, with its record."""
+        problem, theta = self.problem, self.problem.theta
+        v = [leaf.detach() for leaf in problem.v.leaves] if problem.v.root is None else None
+        tapping = self.kind in ("layer", "sample")
+        if tapping:
+            self._refuse_batchnorm()
+        with torch.enable_grad(), self._tapped(tapping) as calls:
+            losses = problem.losses(batch, v=v)
+            if self.kind is not None and not losses.per_sample:
+                raise InputError(
+                    "Recording curvature needs per-sample losses, but inner() returned a scalar."
+                    " Return losses of shape (B,)."
+                )
+            value = losses.mean()
+            edges = [call.edge for call in calls]
+            first_time = tapping and self._unaccounted is None
+            again = first_time or self.likelihood is not None
+            wrt: Any = (*theta.leaves, *edges)
+            found = torch.autograd.grad(value, wrt, allow_unused=True, retain_graph=again or None)
+            data, scores = list(found[: len(theta.leaves)]), found[len(theta.leaves) :]
+            if first_time:
+                self._check_independent(losses, calls)
+                self._unaccounted = self._find_unaccounted(self._layers(losses, calls, [scores]), data, losses)
+            seeds = self._seeds(losses)
+            columns = [scores]
+            if seeds is not None and losses.outputs is not None and edges:
+                columns = [
+                    torch.autograd.grad(losses.outputs, edges, seed, allow_unused=True, retain_graph=True)
+                    for seed in seeds
+                ]
+        self.calls.inner_gradients += 1
+        self.calls.samples += losses.values.numel() if losses.per_sample else (common_length(batch) or 1)
+        with torch.no_grad():
+            gradient = [
+                (torch.zeros_like(leaf) if g is None else g)
+                if isinstance(c, float) and c == 0
+                else _plus(g, 2 * c * leaf)
+                for g, c, leaf in zip(data, problem.ridge_coefficients(), theta.leaves, strict=True)
+            ]
+            record = self._record(batch, losses, calls, data, columns, gradient, seeds)
+        return InnerStep(gradient, value.detach() + problem.ridge().detach(), record)
+
+    def _record(
+        self,
+        batch: Batch,
+        losses: Losses,
+        calls: list[_Call],
+        data: Sequence[Tensor | None],
+        columns: Sequence[Sequence[Tensor | None]],
+        gradient: Sequence[Tensor],
+        seeds: Tensor | None,
+    ) -> InnerRecord | None:
+        theta = self.problem.theta
+        if self.kind is None:
+            return None
+        samples = losses.values.shape[0]
+        if self.kind == "batch":
+            weight = self._common_weight(losses)
+            row = theta.flatten(data) * (0.0 if weight == 0 else (samples / weight) ** 0.5)
+            return BatchGradient(row, theta.flatten(gradient), samples)
+        layers = [
+            layer
+            for layer in self._layers(losses, calls, columns, seeds is not None)
+            if layer.weight not in (self._unaccounted or ())
+        ]
+        covered = {name for layer in layers for name in (layer.weight, layer.bias)}
+        others = tuple(name for name in theta.names if name not in covered)
+        rows = self._others.rows(batch, losses, others, seeds) if others else None
+        weights = None if losses.weights is None else losses.weights.detach()
+        if self.kind == "layer":
+            return LayerStatistics(tuple(layers), others, rows, weights, samples)
+        pieces: dict[str, Tensor] = {}
+        for layer in layers:
+            pieces[layer.weight], bias = layer.rows()
+            if layer.bias is not None and bias is not None:
+                pieces[layer.bias] = bias
+        if rows is not None:
+            sizes = [self._shapes[name].numel() for name in others]
+            pieces |= dict(zip(others, rows.split(sizes, dim=1), strict=True))
+        ordered = [pieces[name].to(theta.dtype) for name in theta.names]
+        return PerSampleGradients(ordered[0] if len(ordered) == 1 else torch.cat(ordered, dim=1), samples)
+
+    @contextmanager
+    def _tapped(self, wanted: bool) -> Iterator[list[_Call]]:
+        """Note every call of a Linear or Conv2d that holds a parameter of theta, inside this block alone."""
+        calls: list[_Call] = []
+        if not wanted:
+            yield calls
+            return
+
+        def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            # A subclass may compute something else with the same weight; the accounting check catches that.
+            if not isinstance(module, (nn.Linear, nn.Conv2d)):
+                return
+            name = self._names.get(id(module.weight))
+            if name is None or not isinstance(output, Tensor) or not output.requires_grad:
+                return
+            bias = None if module.bias is None else self._names.get(id(module.bias))
+            calls.append(_Call(module, name, bias, args[0].detach(), get_gradient_edge(output), output.shape))
+
+        # The hook is global because theta may be a dict that the user feeds to functional_call on a module of his own.
+        handle = nn.modules.module.register_module_forward_hook(note)
+        try:
+            with uncompiled():  # a compiled module would not see the hook
+                yield calls
+        finally:
+            handle.remove()
+
+    def _seeds(self, losses: Losses) -> Tensor | None:
+        """The roots of the likelihood in output space, (K, B, ...), or None for the empirical Fisher matrix."""
+        if self.likelihood is None:
+            return None
+        if losses.outputs is None:
+            raise InputError(
+                f"fisher='{self.fisher}' needs the model's outputs: return nhgd.Losses(values, outputs=...) from inner()."
+            )
+        draw = self.likelihood.sample if self.fisher == "sampled" else self.likelihood.roots
+        return draw(losses.outputs, losses.values).detach()
+
+    def _layers(
+        self,
+        losses: Losses,
+        calls: list[_Call],
+        columns: Sequence[Sequence[Tensor | None]],
+        seeded: bool = False,
+    ) -> list[LayerRecord]:
+        samples = losses.values.shape[0]
+        weights = torch.ones_like(losses.values) if losses.weights is None else losses.weights
+        root = weights.detach().sqrt()
+        # The backward pass of mean_i( w_i l_i ) gave w_i / B times a score, the one of r_ik . z_i the score itself.
+        scale = root if seeded else torch.where(root > 0, samples / root, 0.0)
+        grouped: dict[str, list[tuple[_Call, tuple[Tensor, ...]]]] = {}
+        for position, call in enumerate(calls):
+            if call.output_shape[0] != samples or len(call.output_shape) < 2 or call.input.shape[0] != samples:
+                raise InputError(
+                    f"The layer of {call.weight!r} saw an input of shape {tuple(call.input.shape)} in a batch of {samples}"
+                    " samples. Per-sample curvature needs the samples in the first dimension of every layer's input."
+                )
+            scores = [column[position] for column in columns]
+            found = tuple(call.input.new_zeros(call.output_shape) if s is None else s.detach() for s in scores)
+            grouped.setdefault(call.weight, []).append((call, found))
+        return [
+            LayerRecord(
+                weight,
+                pairs[0][0].bias,
+                self._shapes[weight],
+                pairs[0][0].module,
+                tuple(call.input for call, _ in pairs),
+                tuple(scores for _, scores in pairs),
+                scale.to(pairs[0][1][0].dtype),
+            )
+            for weight, pairs in grouped.items()
+        ]
+
+    def _check_independent(self, losses: Losses, calls: list[_Call]) -> None:
+        samples = losses.values.shape[0]
+        if samples < 2 or not calls:
+            return
+        found = torch.autograd.grad(
+            losses.values[0], [call.edge for call in calls], retain_graph=True, allow_unused=True
+        )
+        for call, score in zip(calls, found, strict=True):
+            if score is not None and score.shape[0] == samples and bool((score[1:] != 0).any()):
+                raise InputError(
+                    f"At the layer of {call.weight!r} the loss of one sample depends on the row of another. Per-sample"
+                    " curvature needs independent samples in the first dimension (no batch statistics, batch-first"
+                    " sequences)."
+                )
+
+    def _find_unaccounted(self, layers: list[LayerRecord], data: Sequence[Tensor | None], losses: Losses) -> set[str]:
+        """Weights whose gradient is not the sum of their layer's per-sample gradients: they are used elsewhere too."""
+        by_name = dict(zip(self.problem.theta.names, data, strict=True))
+        found = set()
+        for layer in layers:
+            # Undo the square root: sum_i sqrt(w_i) (sqrt(w_i) s_i) / B is the batch gradient.
+            root = torch.ones_like(layer.scale) if losses.weights is None else losses.weights.detach().sqrt()
+            scores = layer.scores[0] * root.to(layer.scores.dtype)[:, None, None, None] / len(root)
+            total = torch.einsum("btgo,btgi->goi", scores, layer.inputs)
+            pairs = [(layer.weight, total if layer.bias is None else total[..., :-1])]
+            if layer.bias is not None:
+                pairs.append((layer.bias, total[..., -1]))
+            for name, computed in pairs:
+                true = by_name[name]
+                true = torch.zeros_like(computed) if true is None else true.reshape(computed.shape)
+                if not torch.allclose(computed, true, rtol=1e-2, atol=1e-3 * float(true.abs().max()) + 1e-12):
+                    found.add(layer.weight)
+        return found
+
+    def _common_weight(self, losses: Losses) -> float:
+        if losses.weights is None:
+            return 1.0
+        low, high = float(losses.weights.min()), float(losses.weights.max())
+        if high - low > 1e-6 * max(abs(high), 1e-12):
+            raise InputError(
+                f"The weights of a batch differ (from {low:.3g} to {high:.3g}), and the gradient of the batch alone would"
+                " give their squares. Use per-sample records (records='sample'), or an inverse such as kfac."
+            )
+        return high
+
+    def _refuse_batchnorm(self) -> None:
+        for root in (self.problem.theta.root, self.problem.v.root):
+            for name, module in root.named_modules() if root is not None else ():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+                    raise InputError(
+                        f"Per-sample curvature is not defined with BatchNorm in training mode ({name!r}), where samples"
+                        " influence each other. Call model.eval() on it, or use GroupNorm or LayerNorm."
+                    )
+
+
+def _plus(gradient: Tensor | None, ridge: Tensor) -> Tensor:
+    return ridge if gradient is None else gradient + ridge
+
+
+def _patches(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    """What each place of a convolution's output sees, (B, G, in/G * kernel, places)."""
+    if conv.padding_mode != "zeros":
+        x = F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
+        padding: Any = 0
+    elif conv.padding == "same":
+        x = F.pad(x, conv._reversed_padding_repeated_twice)
+        padding = 0
+    else:
+        padding = 0 if conv.padding == "valid" else conv.padding
+    found: Tensor = F.unfold(x, conv.kernel_size, dilation=conv.dilation, padding=padding, stride=conv.stride)
+    return found.unflatten(1, (conv.groups, -1))

@@ -1,0 +1,189 @@
+"""What is optimised: a tensor, a dict of tensors or a module, seen as one flat vector.
+
+The functions a user writes receive the kind of object that was given. Inside, every linear solve works on flat vectors
+of shape (D,), so a `Variable` translates between the two and is the only place that knows the three kinds apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from nhgd.errors import InputError
+
+Given: TypeAlias = "Tensor | dict[str, Tensor] | nn.Module"
+Like: TypeAlias = "Tensor | dict[str, Tensor]"
+
+
+class Variable:
+    """theta or v: its trainable leaves, in a fixed order, and the way back to what the user gave.
+
+    Args:
+        given: a tensor, a dict of tensors or a module. Parameters of a module that do not require a gradient are frozen.
+            In a dict where some tensors require a gradient and some do not, the latter are frozen; where none does, all
+            floating-point tensors are trained. Training happens in place.
+        role: the name used in messages.
+
+    >>> theta = Variable({"w": torch.zeros(2, 3), "b": torch.zeros(3)}, "theta")
+    >>> theta.numel, theta.names
+    (9, ('w', 'b'))
+    """
+
+    names: tuple[str, ...]
+    leaves: tuple[Tensor, ...]
+
+    def __init__(self, given: Given, role: str) -> None:
+        self.given = given
+        self.role = role
+        self.root: nn.Module | None = None
+        self._frozen: dict[str, Tensor] = {}
+        if isinstance(given, nn.Module):
+            # torch.compile wraps a module; names and leaves are those of the module inside.
+            self.root = getattr(given, "_orig_mod", given)
+            named = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
+        elif isinstance(given, Tensor):
+            named = {role: given}
+        elif isinstance(given, dict):
+            named = self._trainable(given)
+        else:
+            raise InputError(
+                f"{role} must be a Tensor, a dict of Tensors or an nn.Module, but it is a {type(given).__name__}."
+            )
+        if not named:
+            raise InputError(f"{role} has nothing to train: every parameter is frozen (requires_grad=False).")
+        for name, tensor in named.items():
+            self._admit(name, tensor)
+        self.names = tuple(named)
+        self.leaves = tuple(t if t.requires_grad else t.detach().requires_grad_() for t in named.values())
+        devices = {t.device for t in self.leaves}
+        if len(devices) > 1:
+            raise InputError(
+                f"{role} is spread over several devices ({', '.join(sorted(map(str, devices)))}). Move it to one."
+            )
+        self.device = self.leaves[0].device
+        self.dtype = self.leaves[0].dtype
+        for leaf in self.leaves[1:]:
+            self.dtype = torch.promote_types(self.dtype, leaf.dtype)
+        self.sizes = tuple(t.numel() for t in self.leaves)
+        self.numel = sum(self.sizes)
+        # A parameter may be known under several names; swapping must reach all of them.
+        self._places: list[list[tuple[nn.Module, str]]] = [[] for _ in self.leaves]
+        if self.root is not None:
+            position = {id(leaf): i for i, leaf in enumerate(self.leaves)}
+            for module in self.root.modules():
+                for name, parameter in module._parameters.items():
+                    if parameter is not None and id(parameter) in position:
+                        self._places[position[id(parameter)]].append((module, name))
+
+    def _trainable(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name, tensor in given.items():
+            if not isinstance(tensor, Tensor):
+                raise InputError(
+                    f"{self.role}[{name!r}] is a {type(tensor).__name__}, not a Tensor. Nested dicts are not supported:"
+                    " use one flat dict with dotted names."
+                )
+        some = any(t.requires_grad for t in given.values())
+        named = {k: t for k, t in given.items() if (t.requires_grad if some else t.is_floating_point())}
+        self._frozen = {k: t for k, t in given.items() if k not in named}
+        return named
+
+    def _admit(self, name: str, tensor: Tensor) -> None:
+        where = self.role if name == self.role else f"{self.role}[{name!r}]"
+        if not tensor.is_floating_point():
+            raise InputError(f"{where} has dtype {tensor.dtype}; only floating-point tensors can be trained.")
+        if not tensor.is_leaf:
+            raise InputError(
+                f"{where} is the result of a computation, so it cannot be trained in place. Pass {where}.detach()."
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise InputError(f"{where} holds nan or inf before the first step.")
+
+    @contextmanager
+    def view(self, tensors: Sequence[Tensor] | None = None) -> Iterator[Given]:
+        """Yield what the user's functions expect, holding `tensors` in place of the leaves (default: the leaves)."""
+        if self.root is None:
+            tensors = self.leaves if tensors is None else tensors
+            yield (
+                tensors[0]
+                if isinstance(self.given, Tensor)
+                else self._frozen | dict(zip(self.names, tensors, strict=True))
+            )
+            return
+        if tensors is None:
+            yield self.given
+            return
+        try:
+            self._put(tensors)
+            yield self.given
+        finally:
+            self._put(self.leaves)
+
+    def _put(self, tensors: Sequence[Tensor]) -> None:
+        recurrent = set()
+        for places, tensor in zip(self._places, tensors, strict=True):
+            for module, name in places:
+                # Attribute assignment insists on nn.Parameter; what is put here may be any tensor of a graph.
+                module._parameters[name] = tensor  # type: ignore[assignment]
+                if hasattr(module, "_flat_weights_names"):
+                    recurrent.add(module)
+        for module in recurrent:  # LSTM and its kin keep a second list of their weights
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]  # type: ignore[union-attr, assignment]
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Keep buffers and training flags as they are: inside, the module works on clones of its buffers."""
+        if self.root is None:
+            yield
+            return
+        modules = list(self.root.modules())
+        flags = [m.training for m in modules]
+        clones: dict[int, Tensor] = {}
+        originals = [(m, name, b) for m in modules for name, b in m._buffers.items() if b is not None]
+        try:
+            for module, name, buffer in originals:
+                module._buffers[name] = clones.setdefault(id(buffer), buffer.clone())
+            yield
+        finally:
+            for module, name, buffer in originals:
+                module._buffers[name] = buffer
+            for module, flag in zip(modules, flags, strict=True):
+                module.training = flag
+
+    def flatten(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """One vector (D,) from one tensor a leaf; a missing one counts as zeros."""
+        parts = [
+            (torch.zeros_like(leaf) if t is None else t).reshape(-1).to(self.dtype)
+            for t, leaf in zip(tensors, self.leaves, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def unflatten(self, vector: Tensor) -> list[Tensor]:
+        """One tensor a leaf, of its shape and dtype, from a vector (D,)."""
+        parts = vector.split(self.sizes) if len(self.sizes) > 1 else (vector,)
+        return [p.reshape(leaf.shape).to(leaf.dtype) for p, leaf in zip(parts, self.leaves, strict=True)]
+
+    def flat(self) -> Tensor:
+        """A copy of the current value as one vector (D,)."""
+        return self.flatten([leaf.detach() for leaf in self.leaves]).clone()
+
+    @torch.no_grad()
+    def assign(self, vector: Tensor) -> None:
+        """Write a vector (D,) into the leaves, in place."""
+        for leaf, part in zip(self.leaves, self.unflatten(vector), strict=True):
+            leaf.copy_(part)
+
+    def like(self, tensors: Sequence[Tensor]) -> Like:
+        """Tensors in the shape of what was given: a tensor for a tensor, a dict by name otherwise."""
+        return tensors[0] if isinstance(self.given, Tensor) else dict(zip(self.names, tensors, strict=True))
+
+    def slices(self) -> dict[str, slice]:
+        """Where each leaf lies in the flat vector."""
+        places, start = {}, 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            places[name] = slice(start, start + size)
+            start += size
+        return places
