@@ -7,3 +7,18 @@ from nhgd.hypergradients import Hypergradient, hypergradient
 from nhgd.problem import Bilevel, Losses
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Bilevel",
+    "Data",
+    "Hypergradient",
+    "InputError",
+    "InverseWarning",
+    "Losses",
+    "NhgdError",
+    "NonFiniteError",
+    "RunError",
+    "hypergradient",
+    "hypergradients",
+    "inverse",
+]

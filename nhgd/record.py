@@ -97,11 +97,8 @@ class LayerRecord:
     def _places(self, tensor: Tensor, is_input: bool) -> Tensor:
         module = self.module
         if isinstance(module, nn.Conv2d):
-            if is_input:
-                tensor = _patches(tensor, module)  # (B, G, in, T)
-            else:
-                tensor = tensor.flatten(2).unflatten(1, (module.groups, -1))  # (B, G, out, T)
-            return tensor.permute(0, 3, 1, 2)
+            split = _patches(tensor, module) if is_input else tensor.flatten(2).unflatten(1, (module.groups, -1))
+            return split.permute(0, 3, 1, 2)  # from (B, G, in or out, T)
         return tensor.reshape(tensor.shape[0], -1, 1, tensor.shape[-1])
 
     def rows(self) -> tuple[Tensor, Tensor | None]:
@@ -403,5 +400,6 @@ def _patches(x: Tensor, conv: nn.Conv2d) -> Tensor:
         padding = 0
     else:
         padding = 0 if conv.padding == "valid" else conv.padding
-    found: Tensor = F.unfold(x, conv.kernel_size, dilation=conv.dilation, padding=padding, stride=conv.stride)
-    return found.unflatten(1, (conv.groups, -1))
+    found = F.unfold(x, conv.kernel_size, dilation=conv.dilation, padding=padding, stride=conv.stride)
+    split: Tensor = found.unflatten(1, (conv.groups, -1))
+    return split

@@ -42,7 +42,7 @@ class AbstractInverse(ABC):
 
     @property
     def records(self) -> RecordKind | None:
-        """Which record of the inner step `observe` takes; None when it takes none."""
+        """Which record of the inner step `observe` takes: "batch", "sample", "layer", or None when it takes none."""
         return None
 
     @property
@@ -53,6 +53,10 @@ class AbstractInverse(ABC):
     def init(self, theta: Variable) -> Any:
         """The state before any inner step."""
         return None
+
+    def wants(self, step: int) -> bool:
+        """Whether the record of this inner step is to be made at all; steps count from 0 over the whole run."""
+        return True
 
     def observe(self, state: Any, record: InnerRecord) -> Any:
         """The state after an inner step."""
