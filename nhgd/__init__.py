@@ -1,10 +1,11 @@
 """Bilevel optimisation: natural hypergradient descent and the methods it is compared with."""
 
-from nhgd import hypergradients, inverse
+from nhgd import algorithm, execution, hypergradients, inverse, schedule
 from nhgd.data import Data
 from nhgd.errors import InputError, InverseWarning, NhgdError, NonFiniteError, RunError
 from nhgd.hypergradients import Hypergradient, hypergradient
 from nhgd.problem import Bilevel, Losses
+from nhgd.solve import Solution, Solver
 
 __version__ = "0.1.0"
 
@@ -18,7 +19,12 @@ __all__ = [
     "NhgdError",
     "NonFiniteError",
     "RunError",
+    "Solution",
+    "Solver",
+    "algorithm",
+    "execution",
     "hypergradient",
     "hypergradients",
     "inverse",
+    "schedule",
 ]

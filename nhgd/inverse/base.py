@@ -42,7 +42,7 @@ class AbstractInverse(ABC):
 
     @property
     def records(self) -> RecordKind | None:
-        """Which record of the inner step `observe` takes: "batch", "sample", "layer", or None when it takes none."""
+        """Which record of the inner step `observe` takes: "batch", "raw", "sample", "layer", or None for none."""
         return None
 
     @property
@@ -54,12 +54,16 @@ class AbstractInverse(ABC):
         """The state before any inner step."""
         return None
 
+    def begin(self, state: Any) -> Any:
+        """The state at the start of an outer step's inner loop; called once for each, before its first `observe`."""
+        return state
+
     def wants(self, step: int) -> bool:
         """Whether the record of this inner step is to be made at all; steps count from 0 over the whole run."""
         return True
 
     def observe(self, state: Any, record: InnerRecord) -> Any:
-        """The state after an inner step."""
+        """The state after an inner step. The one given may be changed in place: keep a copy of it by `state.clone()`."""
         return state
 
     @abstractmethod

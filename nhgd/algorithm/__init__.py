@@ -1,0 +1,54 @@
+"""Every order of moves, one file for each algorithm."""
+
+from __future__ import annotations
+
+from nhgd.algorithm.aid import AID
+from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
+from nhgd.algorithm.stage import Settings, Stage
+from nhgd.errors import InputError, unknown
+from nhgd.inverse import INVERSES
+from nhgd.inverse import resolve as resolve_inverse
+from nhgd.registry import Registry
+
+ALGORITHMS = Registry("method", AbstractAlgorithm, list(vars().values()))
+
+
+def presets() -> dict[str, AbstractAlgorithm]:
+    """Names of algorithms with particular settings."""
+    found: dict[str, AbstractAlgorithm] = {}
+    for algorithm in ALGORITHMS.values():
+        assert issubclass(algorithm, AbstractAlgorithm)
+        found |= algorithm.presets()
+    return found
+
+
+def names() -> list[str]:
+    """Everything `resolve` understands, aid with each inverse included."""
+    return [*ALGORITHMS, *presets(), *(f"aid-{name}" for name in INVERSES)]
+
+
+def resolve(method: str | AbstractAlgorithm) -> AbstractAlgorithm:
+    """An algorithm from its name, from a preset's name, from aid-INVERSE, or from itself.
+
+    >>> resolve("aid-identity").inverse
+    Identity(scale=1.0)
+    """
+    if isinstance(method, AbstractAlgorithm):
+        return method
+    if not isinstance(method, str):
+        raise InputError(
+            f"A method is a name or an object such as nhgd.algorithm.AID(); got a {type(method).__name__}."
+        )
+    if method in ALGORITHMS:
+        made = ALGORITHMS[method]()
+        assert isinstance(made, AbstractAlgorithm)
+        return made
+    if method.startswith("aid-") and method[4:] in INVERSES:
+        return AID(inverse=resolve_inverse(method[4:]))
+    known = presets()
+    if method in known:
+        return known[method]
+    raise unknown("method", method, names())
+
+
+__all__ = ["AID", "ALGORITHMS", "AbstractAlgorithm", "Settings", "Stage", "StepInfo", "names", "presets", "resolve"]

@@ -1,0 +1,232 @@
+"""What an algorithm acts on: two data streams, two optimisers, projections and counters.
+
+An algorithm says who moves when; how a step is taken, recorded, projected and counted is here, once for all of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, SGD, Optimizer
+
+from nhgd.data.batch import Batch, move
+from nhgd.data.loader import Stream
+from nhgd.errors import InputError, NonFiniteError
+from nhgd.execution.base import AbstractExecutor
+from nhgd.inverse.base import AbstractInverse
+from nhgd.point import OracleCalls, Point
+from nhgd.problem import Bilevel
+from nhgd.record import InnerStep, Recorder
+from nhgd.schedule import Clock, Rate, Schedule
+from nhgd.schedule import resolve as resolve_rate
+from nhgd.variable import Variable
+
+OptimizerFactory: TypeAlias = "Callable[[list[Tensor]], Optimizer] | type[Optimizer] | Optimizer"
+Projection: TypeAlias = "float | tuple[float, float] | Callable[[Any], Any] | None"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all algorithms share: steps, step sizes, optimisers and projections."""
+
+    inner_steps: int = 10
+    inner_lr: Rate | None = None
+    outer_lr: Rate | None = None
+    inner_optimizer: OptimizerFactory | None = None
+    outer_optimizer: OptimizerFactory | None = None
+    project: Projection = None
+    project_v: Projection = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner_steps, int) or self.inner_steps < 1:
+            raise InputError(f"inner_steps must be a whole number of at least 1, got {self.inner_steps}.")
+        for name in ("inner_lr", "outer_lr"):
+            rate = getattr(self, name)
+            if rate is not None:
+                resolve_rate(rate, name)
+
+
+class Mover:
+    """Moves one variable: an optimiser, its step sizes, and a projection."""
+
+    def __init__(
+        self, variable: Variable, level: str, optimizer: OptimizerFactory | None, rate: Rate | None, default: float
+    ) -> None:
+        self.variable = variable
+        leaves = list(variable.leaves)
+        self.schedule: Schedule | None = None if rate is None else resolve_rate(rate, f"{level}_lr")
+        if optimizer is None or isinstance(optimizer, type):
+            self.schedule = self.schedule or resolve_rate(default, f"{level}_lr")
+            lr = self.schedule.rate(Clock())
+            self.optimizer: Optimizer = SGD(leaves, lr=lr) if optimizer is None else optimizer(leaves, lr=lr)
+        elif isinstance(optimizer, Optimizer):
+            self.optimizer = optimizer
+        else:
+            self.optimizer = optimizer(leaves)
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if held != {id(leaf) for leaf in leaves}:
+            raise InputError(
+                f"The {level} optimiser does not hold exactly the trainable tensors of {variable.role}. Pass a factory, for"
+                f" example {level}_optimizer=lambda params: torch.optim.Adam(params, lr=1e-3)."
+            )
+        if level == "inner" and any(group.get("weight_decay") for group in self.optimizer.param_groups):
+            warnings.warn(
+                "The inner optimiser has weight_decay, which the hypergradient does not see. Set it to 0 and pass l2= to"
+                " Bilevel instead.",
+                stacklevel=4,
+            )
+
+    def move(self, gradient: Sequence[Tensor], clock: Clock, closure: Callable[[], Tensor] | None = None) -> None:
+        """One optimiser step along a gradient, one tensor a leaf. LBFGS asks `closure` for more of them."""
+        if self.schedule is not None:
+            lr = self.schedule.rate(clock)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+        self.give(gradient)
+        if isinstance(self.optimizer, LBFGS) and closure is not None:
+            self.optimizer.step(closure)
+        else:
+            self.optimizer.step()
+        for leaf in self.variable.leaves:
+            leaf.grad = None
+
+    def give(self, gradient: Sequence[Tensor]) -> None:
+        """Put a gradient where the optimiser looks for it."""
+        for leaf, g in zip(self.variable.leaves, gradient, strict=True):
+            leaf.grad = g.to(leaf.dtype)
+
+
+class Stage:
+    """One run's data, optimisers, projections, executor and counters."""
+
+    def __init__(
+        self,
+        problem: Bilevel,
+        inner_data: Iterable[Batch],
+        outer_data: Iterable[Batch],
+        settings: Settings,
+        executor: AbstractExecutor,
+        inverse: AbstractInverse | None = None,
+    ) -> None:
+        device = problem.theta.device
+        self.problem = problem
+        self.settings = settings
+        self.inner = Stream(inner_data, "inner_data", device)
+        self.outer = Stream(outer_data, "outer_data", device)
+        self.calls = OracleCalls()
+        self.clock = Clock()
+        self.theta = Mover(problem.theta, "inner", settings.inner_optimizer, settings.inner_lr, 0.1)
+        self.v = Mover(problem.v, "outer", settings.outer_optimizer, settings.outer_lr, 0.01)
+        self.executor = executor
+        self.inverse = inverse
+        self.recent: list[Batch] = []  # this outer step's inner batches, for diagnosis
+        self._plain = Recorder(problem, calls=self.calls)
+        self._recording = (
+            None
+            if inverse is None or inverse.records is None
+            else Recorder(problem, inverse.records, inverse.fisher, self.calls)
+        )
+        if inverse is not None:
+            executor.start(inverse, problem.theta)
+
+    def seed(self) -> int:
+        """A fresh seed for a pass that will be replayed."""
+        return int(torch.randint(2**31 - 1, ()))
+
+    def inner_batch(self) -> Batch:
+        """The next inner batch."""
+        batch = self.inner.next()
+        self.recent.append(batch)
+        return batch
+
+    def inner_batches(self, count: int | str) -> list[Batch]:
+        """The next `count` inner batches, or "all": one pass over the data."""
+        if count == "all":
+            return [move(batch, self.problem.theta.device) for batch in self.inner.source]
+        return [self.inner_batch() for _ in range(int(count))]
+
+    def gradient(self, batch: Batch, record: bool = True) -> InnerStep:
+        """The inner gradient on a batch, its record handed to the executor when the inverse wants it."""
+        wanted = (
+            record and self._recording is not None and self.inverse is not None and self.inverse.wants(self.clock.total)
+        )
+        recorder = self._recording if wanted and self._recording is not None else self._plain
+        found = recorder.step(batch)
+        if found.record is not None:
+            self.executor.submit(found.record)
+        return found
+
+    def inner_step(self, batch: Batch | None = None) -> Tensor:
+        """Draw a batch, take one projected optimiser step on theta, and return the loss before it."""
+        chosen = self.inner_batch() if batch is None else batch
+        found = self.gradient(chosen)
+
+        def closure() -> Tensor:
+            again = self.gradient(chosen, record=False)
+            self.theta.give(again.gradient)
+            return again.value
+
+        self.move_theta(found.gradient, closure)
+        return found.value
+
+    def move_theta(self, direction: Sequence[Tensor], closure: Callable[[], Tensor] | None = None) -> None:
+        """One projected optimiser step on theta along a direction, and one tick of the inner clock."""
+        self.theta.move(direction, self.clock, closure)
+        self.project_theta()
+        self.clock.t += 1
+        self.clock.total += 1
+
+    @torch.no_grad()
+    def project_theta(self) -> None:
+        """Bring theta back onto the ball of radius R, or apply the user's projection."""
+        rule = self.settings.project
+        if rule is None:
+            return
+        if callable(rule):
+            with self.problem.theta.view() as theta:
+                rule(theta)
+            return
+        leaves = self.problem.theta.leaves
+        norm = torch.stack([leaf.norm().to(self.problem.theta.dtype) for leaf in leaves]).norm()
+        shrink = (float(rule) / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)  # type: ignore[arg-type]
+        for leaf in leaves:
+            leaf.mul_(shrink.to(leaf.dtype))
+
+    def point(self, inner_batches: Sequence[Batch], outer_batch: Batch) -> Point:
+        """The current point with these batches."""
+        return Point(self.problem, inner_batches, outer_batch, self.seed(), self.calls)
+
+    def move_v(self, gradient: Sequence[Tensor]) -> float:
+        """One projected optimiser step on v along the hypergradient; its norm. Non-finite ones are refused."""
+        norm = float(torch.stack([g.double().norm() for g in gradient]).norm())
+        if norm != norm or norm == float("inf"):
+            raise NonFiniteError("the hypergradient")
+        self.v.move(gradient, self.clock)
+        self.project_v()
+        return norm
+
+    @torch.no_grad()
+    def project_v(self) -> None:
+        """Bring v back into its box, or apply the user's projection."""
+        rule = self.settings.project_v
+        if rule is None:
+            return
+        if callable(rule):
+            with self.problem.v.view() as v:
+                rule(v)
+            return
+        low, high = rule  # type: ignore[misc]
+        for leaf in self.problem.v.leaves:
+            leaf.clamp_(low, high)
+
+    def begin(self) -> None:
+        """A new outer step: the inner clock restarts and the executor is told."""
+        self.clock.t = 0
+        self.recent = []
+        if self.inverse is not None:
+            self.executor.begin()

@@ -1,0 +1,291 @@
+"""The one driver: `Solver`, its stop rules and its `Solution`."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from nhgd import execution as executions
+from nhgd.algorithm import AbstractAlgorithm, Settings, Stage, StepInfo
+from nhgd.algorithm import resolve as resolve_algorithm
+from nhgd.algorithm.stage import OptimizerFactory, Projection
+from nhgd.data.batch import Batch, first_bad
+from nhgd.errors import InputError, NonFiniteError
+from nhgd.execution import AbstractExecutor
+from nhgd.problem import Bilevel
+from nhgd.progress import bar
+from nhgd.randomness import Randomness
+from nhgd.schedule import Rate
+from nhgd.variable import Given
+
+Row = dict[str, Any]
+Metrics = Callable[[Any, Any], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a run found.
+
+    Attributes:
+        v, theta: the objects that were given, trained in place.
+        history: one dict for each outer step: step, seconds, outer_loss, inner_loss, hypergradient_norm, lag, the oracle
+            calls so far, and the metrics.
+        stats: method, steps, seconds, oracle calls, execution.
+        result: why the run ended: "steps", "budget", "plateau", or "stopped" when the caller's own loop ended it.
+    """
+
+    v: Given
+    theta: Given
+    history: list[Row]
+    stats: dict[str, Any]
+    result: Literal["steps", "budget", "plateau", "stopped"]
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw the outer and the inner loss over time and write the picture to `path`."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise InputError("Plots need matplotlib: pip install 'nhgd[cli]'.") from None
+        figure = Figure(figsize=(8, 3.2), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        seconds = [row["seconds"] for row in self.history]
+        for axes, key in ((left, "outer_loss"), (right, "inner_loss")):
+            axes.plot(seconds, [row[key] for row in self.history])
+            axes.set(xlabel="seconds", ylabel=key.replace("_", " "))
+            axes.grid(alpha=0.3)
+        figure.suptitle(f"{self.stats['method']}, {len(self.history)} outer steps")
+        figure.savefig(Path(path), dpi=120)
+        return Path(path)
+
+
+class Solver:
+    """Runs an algorithm on a problem.
+
+    Args:
+        problem: a `Bilevel`. Its theta and v are trained in place.
+        inner_data, outer_data: `nhgd.Data`, DataLoaders, or lists of batches; walked over again and again.
+        method: a name such as "aid-cg", or an algorithm object.
+        inner_steps: inner steps for each outer step.
+        inner_lr, outer_lr: step sizes: numbers (default 0.1 and 0.01), functions of the outer step, or schedules.
+        inner_optimizer, outer_optimizer: any torch optimiser: a class, a factory of parameters, or an instance.
+        project: the radius R of the ball theta is kept in, or a function that changes theta in place.
+        project_v: the box (low, high) v is kept in, or a function that changes v in place.
+        execution: where curvature is kept up to date.
+        seed: of every random number the run draws. The caller's generators are left as they were.
+        metrics: (theta, v) -> dict of numbers, added to the history; not part of the time.
+        metrics_every: outer steps between two evaluations of the metrics.
+
+    >>> problem = Bilevel(
+    ...     inner=lambda theta, v, x: (theta - v).square().expand(len(x)),
+    ...     outer=lambda theta, v, x: (theta - 3).square(),
+    ...     theta=torch.tensor(0.0), v=torch.tensor(0.0))
+    >>> data = [torch.zeros(4)]
+    >>> solution = Solver(problem, data, data, method="aid-cg", outer_lr=0.3).run(steps=50)
+    >>> round(float(solution.v), 3)
+    3.0
+    """
+
+    def __init__(
+        self,
+        problem: Bilevel,
+        inner_data: Iterable[Batch],
+        outer_data: Iterable[Batch],
+        method: str | AbstractAlgorithm = "aid",
+        inner_steps: int = 10,
+        inner_lr: Rate | None = None,
+        outer_lr: Rate | None = None,
+        inner_optimizer: OptimizerFactory | None = None,
+        outer_optimizer: OptimizerFactory | None = None,
+        project: Projection = None,
+        project_v: Projection = None,
+        execution: str | AbstractExecutor = "inline",
+        seed: int = 0,
+        metrics: Metrics | None = None,
+        metrics_every: int = 1,
+    ) -> None:
+        _check_projections(project, project_v)
+        if metrics_every < 1:
+            raise InputError(f"metrics_every must be at least 1, got {metrics_every}.")
+        settings = Settings(inner_steps, inner_lr, outer_lr, inner_optimizer, outer_optimizer, project, project_v)
+        self.problem = problem
+        self.algorithm = resolve_algorithm(method).prepared(problem)
+        self.executor = executions.resolve(execution)
+        self.metrics = metrics
+        self.metrics_every = metrics_every
+        self.history: list[Row] = []
+        self.seconds = 0.0
+        self._randomness = Randomness(seed, problem.theta.device)
+        with self._randomness.scope():
+            self.stage = Stage(problem, inner_data, outer_data, settings, self.executor, self.algorithm.online)
+            # The first batches are looked at before anything moves, then drawn again by the run itself.
+            problem.validate(self._peek(self.stage.inner), self._peek(self.stage.outer))
+            self.stage.project_theta()
+            self.stage.project_v()
+            self._state = self.algorithm.init(self.stage)
+        self._started: float | None = None
+
+    def _peek(self, stream: Any) -> Batch:
+        before = torch.get_rng_state()
+        batch = type(stream)(stream.source, stream.name, stream.device).next()
+        torch.set_rng_state(before)
+        return batch
+
+    def step(self) -> Row:
+        """One outer step; its row of the history."""
+        problem, clock = self.problem, self.stage.clock
+        theta, v = problem.theta.flat(), problem.v.flat()
+        started = time.perf_counter()
+        with self._randomness.scope():
+            try:
+                self.stage.begin()
+                self._state, info = self.algorithm.step(self.stage, self._state)
+                _finite(info)
+            except NonFiniteError as error:
+                problem.theta.assign(theta)
+                problem.v.assign(v)
+                raise self._diagnosed(error) from error
+            clock.k += 1
+        self.seconds += time.perf_counter() - started
+        row: Row = {
+            "step": clock.k,
+            "seconds": self.seconds,
+            "outer_loss": info.outer_loss,
+            "inner_loss": info.inner_loss,
+            "hypergradient_norm": info.hypergradient_norm,
+            "lag": info.lag,
+            **self.stage.calls.as_dict(),
+            **info.notes,
+        }
+        if self.metrics is not None and (clock.k % self.metrics_every == 0 or clock.k == 1):
+            row |= self.evaluate()
+        self.history.append(row)
+        return row
+
+    def evaluate(self) -> dict[str, float]:
+        """The metrics at the current point; buffers, training flags and random numbers stay as they are."""
+        if self.metrics is None:
+            return {}
+        problem = self.problem
+        with problem.guarded(seed=0), torch.no_grad(), problem.theta.view() as theta, problem.v.view() as v:
+            return self.metrics(theta, v)
+
+    def __iter__(self) -> Iterator[Row]:
+        """One outer step after another, for the caller's own loop; it ends when the caller leaves it."""
+        while True:
+            yield self.step()
+
+    def run(
+        self,
+        steps: int | None = None,
+        budget: str | float | None = None,
+        plateau: int | None = None,
+        progress: bool | None = None,
+    ) -> Solution:
+        """Run until a stop rule holds.
+
+        Args:
+            steps: outer steps.
+            budget: seconds of solving, as a number or as "60s", "5m", "1h". Metrics do not count.
+            plateau: stop when the outer loss has not fallen by a part of 1e-4 for this many outer steps.
+            progress: a bar on standard error; by default on a terminal only.
+        """
+        limit = None if budget is None else seconds(budget)
+        for name, value in (("steps", steps), ("plateau", plateau)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise InputError(f"{name} must be a whole number of at least 1, got {value}.")
+        if steps is None and limit is None and plateau is None:
+            raise InputError("run() needs to know when to stop: steps=1000, budget='60s' or plateau=50.")
+        first, began = self.stage.clock.k, self.seconds
+        best, waited = float("inf"), 0
+        result: Literal["steps", "budget", "plateau"] = "steps"
+        with bar(self.algorithm.name, progress) as tick:
+            while True:
+                taken, used = self.stage.clock.k - first, self.seconds - began
+                if steps is not None and taken >= steps:
+                    break
+                if limit is not None and used >= limit:
+                    result = "budget"
+                    break
+                if plateau is not None and waited >= plateau:
+                    result = "plateau"
+                    break
+                done = max(taken / steps if steps else 0.0, used / limit if limit else 0.0)
+                self.stage.clock.done = done
+                row = self.step()
+                tick(done, f"step {row['step']}, outer loss {row['outer_loss']:.4g}")
+                if row["outer_loss"] < best - 1e-4 * abs(best) or best == float("inf"):
+                    best, waited = row["outer_loss"], 0
+                else:
+                    waited += 1
+            tick(1.0, "")
+        return self.solution(result)
+
+    def solution(self, result: Literal["steps", "budget", "plateau", "stopped"] = "stopped") -> Solution:
+        """What has been found so far."""
+        traffic = self.executor.traffic
+        stats = {
+            "method": self.algorithm.name,
+            "algorithm": self.algorithm,
+            "steps": self.stage.clock.k,
+            "seconds": self.seconds,
+            "oracle_calls": self.stage.calls.as_dict(),
+            "execution": {
+                "name": self.executor.name,
+                "processes": traffic.processes,
+                "bytes_sent": traffic.bytes_sent,
+                "waited_seconds": traffic.waited_seconds,
+            },
+        }
+        return Solution(self.problem.v.given, self.problem.theta.given, self.history, stats, result)
+
+    def close(self) -> None:
+        """Let go of what the executor holds."""
+        self.executor.close()
+
+    def _diagnosed(self, error: NonFiniteError) -> Exception:
+        """The sentence a user needs: what became non-finite, at which step, and why as far as can be seen."""
+        step = self.stage.clock.k + 1
+        for batch in self.stage.recent:
+            bad = first_bad(batch)
+            if bad:
+                return InputError(
+                    f"Outer step {step}: an inner batch holds nan or inf: {bad}. Remove or impute it first."
+                )
+        return NonFiniteError(
+            f"Outer step {step}: {error} became non-finite. theta and v were put back to where this step began. Lower"
+            " inner_lr or outer_lr, add l2, or project theta (project=R)."
+        )
+
+
+def seconds(budget: str | float) -> float:
+    """A budget in seconds from a number or from "60s", "5m", "1h".
+
+    >>> seconds("1.5m")
+    90.0
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|m|h)?\s*", str(budget))
+    found = float(match[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[match[2]] if match else 0.0
+    if not 0 < found < float("inf"):
+        raise InputError(f"A budget is a time such as 30, '60s', '5m' or '1h', got {budget!r}.")
+    return found
+
+
+def _finite(info: StepInfo) -> None:
+    for name, value in (("the inner loss", info.inner_loss), ("the outer loss", info.outer_loss)):
+        if not abs(value) < float("inf"):
+            raise NonFiniteError(name)
+
+
+def _check_projections(project: Projection, project_v: Projection) -> None:
+    if project is not None and not callable(project) and not (isinstance(project, (int, float)) and project > 0):
+        raise InputError(f"project must be a radius above 0 or a function of theta, got {project!r}.")
+    if project_v is None or callable(project_v):
+        return
+    if not (isinstance(project_v, (tuple, list)) and len(project_v) == 2 and project_v[0] < project_v[1]):
+        raise InputError(f"project_v must be a box (low, high) with low < high or a function of v, got {project_v!r}.")
