@@ -31,7 +31,7 @@ from nhgd.one_sample import OneSampleGradients
 from nhgd.point import OracleCalls
 from nhgd.problem import Bilevel, Losses, uncompiled
 
-RecordKind: TypeAlias = Literal["batch", "sample", "layer"]
+RecordKind: TypeAlias = Literal["batch", "raw", "sample", "layer"]
 FisherKind: TypeAlias = Literal["empirical", "exact", "sampled"]
 
 
@@ -40,10 +40,11 @@ class BatchGradient:
     """The mean gradient of one batch as one row.
 
     `row` (D,) is sqrt(B / w) times the gradient without the ridge, so that its outer product estimates F near an inner
-    optimum; `raw` (D,) is the gradient as the optimiser saw it, ridge included and unscaled.
+    optimum; `raw` (D,) is the gradient as the optimiser saw it, ridge included and unscaled. A record of kind "raw" has no
+    `row`: it is made whatever the weights, where `row` needs equal ones.
     """
 
-    row: Tensor
+    row: Tensor | None
     raw: Tensor
     samples: int
 
@@ -147,9 +148,9 @@ class Recorder:
 
     Args:
         problem: what is solved.
-        kind: "batch", "sample" or "layer": which record; None for none.
+        kind: "batch", "raw", "sample" or "layer": which record; None for none.
         fisher: "empirical", "exact" or "sampled": of which Fisher matrix. The last two need `Losses.outputs` and a
-            likelihood, and are not defined for "batch".
+            likelihood, and are not defined for "batch" and "raw".
 
     The first batch is used to verify, once, that samples do not influence each other and that every layer's scores
     account for the whole gradient of its weight (a weight used elsewhere too is moved to the other parameters).
@@ -167,7 +168,7 @@ class Recorder:
         self.fisher = fisher
         self.likelihood = None
         if kind is not None and fisher != "empirical":
-            if kind == "batch":
+            if kind in ("batch", "raw"):
                 raise InputError(f"The {fisher} Fisher matrix needs per-sample records, not the gradient of a batch.")
             self.likelihood = resolve(problem.likelihood, f"fisher='{fisher}'")
         self.calls = OracleCalls() if calls is None else calls
@@ -233,6 +234,8 @@ class Recorder:
         if self.kind is None:
             return None
         samples = losses.values.shape[0]
+        if self.kind == "raw":
+            return BatchGradient(None, theta.flatten(gradient), samples)
         if self.kind == "batch":
             weight = self._common_weight(losses)
             row = theta.flatten(data) * (0.0 if weight == 0 else (samples / weight) ** 0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
+from urllib.parse import quote, unquote
 
 import torch
 from torch import Tensor
@@ -33,15 +34,20 @@ class State:
         nested: dict[str, Any] = {}
         for path, tensor in tensors.items():
             *folders, name = path.split("/")
+            folders = [unquote(folder) for folder in folders]
             place = nested
             for folder in folders:
                 place = place.setdefault(folder, {})
             if name.endswith(("#int", "#float")):
                 name, kind = name.rsplit("#", 1)
-                place[name] = int(tensor) if kind == "int" else float(tensor)
+                place[unquote(name)] = int(tensor) if kind == "int" else float(tensor)
             else:
-                place[name] = tensor
+                place[unquote(name)] = tensor
         return cls(**nested)
+
+    def clone(self: S) -> S:
+        """The same state in memory of its own, untouched by later observations."""
+        return type(self).restore({path: tensor.clone() for path, tensor in self.tensors().items()})
 
     def to(self: S, device: torch.device | str) -> S:
         """The same state on another device."""
@@ -55,7 +61,8 @@ def _flatten(path: str, value: Any, flat: dict[str, Tensor]) -> None:
         flat[path] = value
     elif isinstance(value, dict):
         for name, item in value.items():
-            _flatten(f"{path}/{name}", item, flat)
+            # Parameters of a dict may have any name, also one with a slash.
+            _flatten(f"{path}/{quote(name, safe='')}", item, flat)
     elif isinstance(value, (int, float)):
         kind = "int" if isinstance(value, int) else "float"
         flat[f"{path}#{kind}"] = torch.tensor(value, dtype=torch.int64 if kind == "int" else torch.float64)

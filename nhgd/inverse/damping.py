@@ -1,0 +1,41 @@
+"""What is added to the diagonal beside the ridge."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from nhgd.errors import InputError
+
+SHARE = 1e-3  # of the mean diagonal of F, where there is no ridge
+
+
+def resolve_damping(damping: float | None, ridge: Tensor, mean_diagonal: float) -> float:
+    """The damping that is used: the one given or, for None, none under a positive ridge and a little without one.
+
+    Args:
+        damping: what the user asked for.
+        ridge: 2 * l2 for every coordinate, (D,).
+        mean_diagonal: of F, without the ridge.
+
+    >>> import torch
+    >>> resolve_damping(None, torch.full((3,), 0.1), mean_diagonal=2.0)
+    0.0
+    >>> resolve_damping(None, torch.zeros(3), mean_diagonal=2.0)
+    0.002
+    """
+    if damping is not None:
+        return damping
+    return 0.0 if bool((ridge > 0).all()) else SHARE * mean_diagonal
+
+
+def refuse_singular(owner: str, shift: Tensor, observed: bool) -> None:
+    """Refuse a diagonal, ridge plus damping, that is zero for some parameter."""
+    if bool((shift > 0).all()):
+        return
+    why = (
+        "the ridge and the damping are both 0 for some parameters" if observed else "it has observed no inner step yet"
+    )
+    raise InputError(
+        f"{owner} cannot solve: {why}, so the matrix may be singular. Give the problem an l2 above 0, or pass damping="
+        " a positive number."
+    )
