@@ -1,9 +1,11 @@
 """Bilevel optimisation: natural hypergradient descent and the methods it is compared with."""
 
 from nhgd import algorithm, execution, hypergradients, inverse, schedule
+from nhgd.check import Report, check
 from nhgd.data import Data
 from nhgd.errors import InputError, InverseWarning, NhgdError, NonFiniteError, RunError
 from nhgd.hypergradients import Hypergradient, hypergradient
+from nhgd.plan import Plan, plan
 from nhgd.problem import Bilevel, Losses
 from nhgd.solve import Solution, Solver
 
@@ -18,13 +20,17 @@ __all__ = [
     "Losses",
     "NhgdError",
     "NonFiniteError",
+    "Plan",
+    "Report",
     "RunError",
     "Solution",
     "Solver",
     "algorithm",
+    "check",
     "execution",
     "hypergradient",
     "hypergradients",
     "inverse",
+    "plan",
     "schedule",
 ]

@@ -23,7 +23,7 @@ class PeakMemory(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without annotations
         self.bytes = 0
         self._now = 0
         self._seen: set[int] = set()

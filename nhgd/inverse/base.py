@@ -79,6 +79,10 @@ class AbstractInverse(ABC):
         """How many Hessian products a solve takes at most; None when it depends on D."""
         return 0
 
+    def cautions(self, theta: Variable) -> list[str]:
+        """What someone planning to use this inverse on theta should know, in a few words each."""
+        return []
+
     @classmethod
     def summary(cls) -> str:
         """The first line of the docstring."""
