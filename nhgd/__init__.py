@@ -1,6 +1,6 @@
 """Bilevel optimisation: natural hypergradient descent and the methods it is compared with."""
 
-from nhgd import algorithm, execution, hypergradients, inverse, schedule
+from nhgd import algorithm, execution, hypergradients, inverse, schedule, task
 from nhgd.check import Report, check
 from nhgd.data import Data
 from nhgd.errors import InputError, InverseWarning, NhgdError, NonFiniteError, RunError
@@ -33,4 +33,5 @@ __all__ = [
     "inverse",
     "plan",
     "schedule",
+    "task",
 ]

@@ -1,0 +1,30 @@
+"""Data that ships with scikit-learn, so that everything runs without a download."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nhgd.errors import InputError
+
+
+def _datasets() -> Any:
+    try:
+        from sklearn import datasets
+    except ImportError:
+        raise InputError("The bundled data sets come with scikit-learn: pip install 'nhgd[cli]'.") from None
+    return datasets
+
+
+def breast_cancer() -> tuple[Tensor, Tensor]:
+    """Measurements (569, 30) and diagnoses (569,), 0 or 1, both float64."""
+    found = _datasets().load_breast_cancer()
+    return torch.as_tensor(found.data, dtype=torch.float64), torch.as_tensor(found.target, dtype=torch.float64)
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """Pixels (1797, 64) between 0 and 1, and labels (1797,)."""
+    found = _datasets().load_digits()
+    return torch.as_tensor(found.data, dtype=torch.float32) / 16, torch.as_tensor(found.target, dtype=torch.int64)

@@ -1,0 +1,118 @@
+"""Image sets as IDX files, the format MNIST and Fashion-MNIST are published in. Nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from nhgd.errors import InputError
+
+_FILES = {
+    "train_images": "train-images-idx3-ubyte",
+    "train_labels": "train-labels-idx1-ubyte",
+    "test_images": "t10k-images-idx3-ubyte",
+    "test_labels": "t10k-labels-idx1-ubyte",
+}
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images (N, rows, columns) and labels (N,), as bytes, for training and for testing."""
+
+    train_images: np.ndarray[Any, np.dtype[np.uint8]]
+    train_labels: np.ndarray[Any, np.dtype[np.uint8]]
+    test_images: np.ndarray[Any, np.dtype[np.uint8]]
+    test_labels: np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Read one IDX file of bytes, plain or .gz, and check its magic number, its sizes and its length."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+            return _parse(file, path)  # type: ignore[arg-type]
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise InputError(f"{path} is not a whole gzip file ({error}). Download it again.") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _parse(file: BinaryIO, path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    head = file.read(4)
+    if len(head) < 4 or head[:2] != b"\0\0":
+        raise InputError(f"{path} is not an IDX file: it begins with {head.hex() or 'nothing'}, not with 0000.")
+    if head[2] != 0x08 or not 1 <= head[3] <= 4:
+        raise InputError(
+            f"{path} is an IDX file of another kind (magic number {head.hex()}); bytes were expected (0x08)."
+        )
+    sizes = file.read(4 * head[3])
+    if len(sizes) < 4 * head[3]:
+        raise InputError(f"{path} ends within its header. Download it again.")
+    shape = struct.unpack(f">{head[3]}I", sizes)
+    expected = math.prod(shape)
+    if expected > 2**31:
+        raise InputError(
+            f"{path} claims {' x '.join(map(str, shape))} bytes, which is no image set. Download it again."
+        )
+    data = file.read(expected + 1)
+    if len(data) != expected:
+        found = "more" if len(data) > expected else str(len(data))
+        raise InputError(f"{path} is cut short or spoilt: its header promises {expected} bytes, but it holds {found}.")
+    return np.frombuffer(data, dtype=np.uint8).reshape(shape)
+
+
+def find(name: str, data: str | Path | None) -> Path | None:
+    """The folder that holds the four files of an image set: under `data`, else under NHGD_DATA; None when neither is set.
+
+    A place that was named but does not hold the files is an error: there is no silent fallback.
+    """
+    asked = str(data) if data is not None else os.environ.get("NHGD_DATA")
+    if not asked:
+        return None
+    root = Path(asked).expanduser()
+    if not root.is_dir():
+        raise InputError(f"There is no folder {root}. Point --data or NHGD_DATA at the IDX files of {name}.")
+    for folder in (root / name, root):
+        if all(_file(folder, stem) for stem in _FILES.values()):
+            return folder
+    raise InputError(
+        f"{root} holds no {name}: looked for {_FILES['train_images']}(.gz) and its three companions there and in {root / name}."
+    )
+
+
+def _file(folder: Path, stem: str) -> Path | None:
+    for path in (folder / stem, folder / f"{stem}.gz"):
+        if path.is_file():
+            return path
+    return None
+
+
+def read_images(folder: Path) -> ImageSet:
+    """Read and cross-check the four files of an image set."""
+    arrays = {}
+    for key, stem in _FILES.items():
+        path = _file(folder, stem)
+        if path is None:
+            raise InputError(f"{folder} holds no {stem}(.gz).")
+        arrays[key] = read_idx(path)
+    for part in ("train", "test"):
+        images, labels = arrays[f"{part}_images"], arrays[f"{part}_labels"]
+        if images.ndim != 3 or labels.ndim != 1:
+            raise InputError(
+                f"{folder}: the {part} files do not hold images and labels ({images.ndim} and {labels.ndim} axes)."
+            )
+        if len(images) != len(labels):
+            raise InputError(f"{folder}: {len(images)} {part} images but {len(labels)} labels.")
+        if len(labels) == 0:
+            raise InputError(f"{folder}: the {part} files hold no samples.")
+        if int(labels.max()) > 9:
+            row = int(np.argmax(labels > 9))
+            raise InputError(f"{folder}: {part} label {row} is {int(labels[row])}; labels must lie between 0 and 9.")
+    return ImageSet(**arrays)

@@ -1,0 +1,23 @@
+"""Problems with data, metrics and known answers, one file each."""
+
+from __future__ import annotations
+
+from nhgd.registry import Registry
+from nhgd.task.base import AbstractTask, Instance
+from nhgd.task.cleaning import Cleaning
+from nhgd.task.l2 import L2
+from nhgd.task.quadratic import Quadratic
+
+TASKS = Registry("task", AbstractTask, list(vars().values()))
+
+
+def resolve(task: str | AbstractTask, preset: str = "default") -> AbstractTask:
+    """A task from its name and a preset of it, or itself."""
+    if isinstance(task, AbstractTask):
+        return task
+    cls = TASKS[task]
+    assert issubclass(cls, AbstractTask)
+    return cls.preset(preset)
+
+
+__all__ = ["L2", "TASKS", "AbstractTask", "Cleaning", "Instance", "Quadratic", "resolve"]

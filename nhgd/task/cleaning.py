@@ -1,0 +1,263 @@
+"""Learning which labels to trust."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nhgd.data.bundled import digits
+from nhgd.data.idx import find, read_images
+from nhgd.data.loader import Data
+from nhgd.errors import InputError, not_negative, positive
+from nhgd.problem import Bilevel, Losses
+from nhgd.schedule import Decay
+from nhgd.solve import Solution
+from nhgd.task.base import AbstractTask, Instance
+from nhgd.task.inner_solver import lbfgs
+from nhgd.task.labels import NOISES, corrupt, found
+
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class Split:
+    """Samples of one purpose: pixels (N, P), standardised, and labels (N,)."""
+
+    x: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class LabelSets:
+    """The four splits of a cleaning task, and which training labels are wrong, (N,)."""
+
+    train: Split
+    trusted: Split
+    evaluation: Split
+    test: Split
+    true_labels: Tensor
+    wrong: Tensor
+    side: int
+    pixels: Tensor  # the training images as they were, (N, P), between 0 and 1
+
+
+@final
+@dataclass(frozen=True)
+class Cleaning(AbstractTask):
+    """Find wrong labels: one weight for each training sample, learnt from a small trusted set.
+
+        inner: mean_i v_i CE(y_i, theta . x_i) + l2 ||theta||^2,      v in [0, 1]^N
+        outer: mean cross-entropy on the trusted samples
+
+    The model is a softmax classifier with bias. A third split, for evaluation, chooses the outer step whose numbers are
+    reported, because with one free weight for each sample a good hypergradient overfits the trusted set. A sample is
+    suspect when its weight is below 0.5.
+
+    Args:
+        dataset: "digits" (bundled), "mnist" (IDX files), or "auto": mnist when a folder was named, else digits.
+        noise, noise_kind: the fraction of training labels touched, and how: "flip" (always wrong), "uniform" (a random
+            class, possibly the right one) or "pair".
+        train, trusted, evaluation: samples of each split; None: a share that suits the data set.
+        l2: the ridge.
+        batch: samples in an inner batch.
+        batches: inner batches that the cross derivative is averaged over, M in the paper.
+        inner_steps, inner_lr, outer_lr: of the solver. inner_lr None: the inverse of the largest curvature.
+        start: the first weight of every sample.
+    """
+
+    name: ClassVar[str] = "cleaning"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "default": {},
+        "quick": {"dataset": "digits", "train": 300, "trusted": 100, "evaluation": 100},
+        "paper": {
+            "dataset": "mnist",
+            "noise": 0.5,
+            "noise_kind": "uniform",
+            "l2": 1e-4,
+            "batch": 1024,
+            "batches": 5,
+            "inner_steps": 10,
+            "inner_lr": 0.01,
+            "outer_lr": 0.5,
+            "outer": "sgd",
+        },
+    }
+    dataset: str = "auto"
+    noise: float = 0.4
+    noise_kind: str = "flip"
+    train: int | None = None
+    trusted: int | None = None
+    evaluation: int | None = None
+    l2: float = 1e-3
+    batch: int = 256
+    batches: int = 1
+    inner_steps: int = 10
+    inner_lr: float | None = None
+    outer_lr: float = 0.05
+    outer: str = "adam"
+    start: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.dataset not in ("auto", "digits", "mnist"):
+            raise InputError(f"cleaning: dataset must be 'auto', 'digits' or 'mnist', got {self.dataset!r}.")
+        if self.noise_kind not in NOISES:
+            raise InputError(f"cleaning: noise_kind must be one of {', '.join(NOISES)}, got {self.noise_kind!r}.")
+        if self.outer not in ("adam", "sgd"):
+            raise InputError(f"cleaning: outer must be 'adam' or 'sgd', got {self.outer!r}.")
+        positive(
+            "cleaning", batch=self.batch, batches=self.batches, inner_steps=self.inner_steps, outer_lr=self.outer_lr
+        )
+        not_negative("cleaning", noise=self.noise, l2=self.l2, start=self.start)
+        if self.noise > 1 or self.start > 1:
+            raise InputError("cleaning: noise and start must lie between 0 and 1.")
+        for name in ("train", "trusted", "evaluation"):
+            size = getattr(self, name)
+            if size is not None and size < CLASSES:
+                raise InputError(f"cleaning: {name} must be at least {CLASSES}, got {size}.")
+
+    def load(self, seed: int, device: torch.device, data: str | Path | None = None) -> LabelSets:
+        """Read the data set, split it and make some of the training labels wrong."""
+        generator = torch.Generator().manual_seed(seed)
+        folder = find("mnist", data) if self.dataset != "digits" else None
+        if folder is None:
+            if self.dataset == "mnist":
+                raise InputError(
+                    "MNIST was asked for, but no folder was named. Point --data or NHGD_DATA at its IDX files."
+                )
+            x, y = digits()
+            order = torch.randperm(len(x), generator=generator)
+            x, y = x[order], y[order]
+            sizes = (self.train or 1000, self.trusted or 200, self.evaluation or 200)
+            x_test, y_test = x[sum(sizes) :], y[sum(sizes) :]
+        else:
+            images = read_images(folder)
+            x = torch.from_numpy(images.train_images.copy()).flatten(1).float() / 255
+            y = torch.from_numpy(images.train_labels.copy()).long()
+            order = torch.randperm(len(x), generator=generator)
+            x, y = x[order], y[order]
+            sizes = (self.train or len(x) * 5 // 6, self.trusted or len(x) // 12, self.evaluation or len(x) // 12)
+            x_test = torch.from_numpy(images.test_images.copy()).flatten(1).float() / 255
+            y_test = torch.from_numpy(images.test_labels.copy()).long()
+        if sum(sizes) > len(x) or len(x_test) == 0:
+            raise InputError(
+                f"cleaning: train + trusted + evaluation is {sum(sizes)}, but there are only {len(x)} samples"
+                f"{' and some must be left for testing' if folder is None else ''}."
+            )
+        n, m, e = sizes
+        mean, deviation = x[:n].mean(), x[:n].std()
+        noisy = corrupt(y[:n], self.noise, self.noise_kind, CLASSES, generator)
+
+        def split(x: Tensor, y: Tensor) -> Split:
+            return Split(((x - mean) / deviation).to(device), y.to(device))
+
+        return LabelSets(
+            train=split(x[:n], noisy),
+            trusted=split(x[n : n + m], y[n : n + m]),
+            evaluation=split(x[n + m : n + m + e], y[n + m : n + m + e]),
+            test=split(x_test, y_test),
+            true_labels=y[:n].to(device),
+            wrong=(noisy != y[:n]).to(device),
+            side=int(x.shape[1] ** 0.5),
+            pixels=x[:n],
+        )
+
+    def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
+        """Load the data and set the problem up."""
+        sets = self.load(seed, device, data)
+        n = len(sets.train.y)
+        model = softmax_classifier(sets.train.x.shape[1], device)
+        v = torch.full((n,), self.start, device=device)
+
+        def inner(model: nn.Module, v: Tensor, batch: Any) -> Losses:
+            x, y, index = batch
+            z = model(x)
+            return Losses(F.cross_entropy(z, y, reduction="none"), weights=v[index], outputs=z)
+
+        def outer(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
+            return F.cross_entropy(model(batch[0]), batch[1])
+
+        problem = Bilevel(inner, outer, model, v, l2=self.l2, likelihood="categorical")
+        full_inner = (sets.train.x, sets.train.y, torch.arange(n, device=device))
+        full_outer = (sets.trusted.x, sets.trusted.y)
+
+        def metrics(theta: nn.Module, v: Tensor) -> dict[str, float]:
+            z = theta(sets.evaluation.x)
+            return {
+                "evaluation_loss": float(F.cross_entropy(z, sets.evaluation.y)),
+                "evaluation_accuracy": accuracy(z, sets.evaluation.y),
+                "test_accuracy": accuracy(theta(sets.test.x), sets.test.y),
+                **found(v, sets.wrong),
+            }
+
+        def summary(solution: Solution) -> dict[str, float]:
+            rows = [row for row in solution.history if "evaluation_loss" in row]
+            best = min(rows, key=lambda row: row["evaluation_loss"])
+            last = rows[-1]
+            chosen = ("test_accuracy", "f1", "auc", "precision", "recall")
+            with torch.no_grad():
+                losses = {
+                    "outer_loss": float(outer(model, v, full_outer)),
+                    "inner_loss": float(problem.objective(full_inner)),
+                }
+            return {
+                **losses,
+                **{key: best[key] for key in chosen},
+                "selected_step": best["step"],
+                **{f"final_{key}": last[key] for key in chosen},
+                "evaluation_loss": best["evaluation_loss"],
+                "final_evaluation_loss": last["evaluation_loss"],
+                "wrong_labels": float(sets.wrong.sum()),
+            }
+
+        solver = {
+            "inner_steps": self.inner_steps,
+            "inner_lr": self.inner_lr or 1.0 / largest_curvature(sets.train.x),
+            "outer_lr": Decay(self.outer_lr, final=0.1, hold=0.5) if self.outer == "adam" else self.outer_lr,
+            "outer_optimizer": torch.optim.Adam if self.outer == "adam" else None,
+            "project_v": (0.0, 1.0),
+        }
+        return Instance(
+            problem,
+            Data(sets.train.x, sets.train.y, batch=self.batch),
+            Data(sets.trusted.x, sets.trusted.y, batch=None),
+            solver,
+            "aid",
+            100,
+            metrics,
+            summary,
+            full_inner,
+            full_outer,
+            lambda: lbfgs(problem, full_inner, tol=1e-3),
+            sets,
+        )
+
+
+def softmax_classifier(features: int, device: torch.device) -> nn.Linear:
+    """A linear model with bias, at zero."""
+    model = nn.Linear(features, CLASSES, device=device)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.zero_()
+    return model
+
+
+def accuracy(scores: Tensor, labels: Tensor) -> float:
+    """The part of the samples whose highest score is the right one."""
+    return float((scores.argmax(1) == labels).double().mean())
+
+
+def largest_curvature(x: Tensor, steps: int = 20) -> float:
+    """A bound on the largest eigenvalue of the softmax Hessian with weights at most 1: half that of mean x x^T."""
+    rows = F.pad(x, (0, 1), value=1.0)
+    q = torch.ones(rows.shape[1], dtype=rows.dtype, device=rows.device)
+    size = 1.0
+    for _ in range(steps):
+        q = rows.T @ (rows @ (q / q.norm())) / len(rows)
+        size = float(q.norm())
+    return 0.5 * size

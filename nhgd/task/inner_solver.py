@@ -1,0 +1,76 @@
+"""Solving an inner problem to the end, for tasks whose answers are meant to be exact."""
+
+from __future__ import annotations
+
+import torch
+
+from nhgd.data.batch import Batch
+from nhgd.errors import RunError
+from nhgd.point import Point
+from nhgd.problem import Bilevel
+
+
+def newton(problem: Bilevel, batch: Batch, tol: float = 1e-12, steps: int = 100) -> float:
+    """Newton's method with a dense Hessian and step halving, in place; returns the norm of the last gradient.
+
+    For small problems (D up to a few hundred) that are strongly convex in theta. `tol` is absolute; when rounding does
+    not allow it, the best point reached is kept.
+    """
+    theta = problem.theta
+    best, norm = theta.flat(), float("inf")
+    for _ in range(steps):
+        at = Point(problem, [batch])
+        gradient = at.gradient()
+        size = float(gradient.norm())
+        if size < norm:
+            best, norm = theta.flat(), size
+        if size <= tol:
+            break
+        step = torch.linalg.solve(at.dense(), gradient)
+        here = theta.flat()
+        with torch.no_grad(), problem.guarded(seed=1):
+            value, shrink = float(problem.objective(batch)), 1.0
+            while True:
+                theta.assign(here - shrink * step)
+                if float(problem.objective(batch)) <= value + 1e-14 * abs(value) or shrink < 1e-6:
+                    break
+                shrink /= 2
+        if shrink < 1e-6:
+            break
+    theta.assign(best)
+    return norm
+
+
+def lbfgs(problem: Bilevel, batch: Batch, tol: float, steps: int = 2000) -> float:
+    """Full-batch L-BFGS with a strong Wolfe search, in place; returns the norm of the last gradient, at most `tol`."""
+    theta = problem.theta
+    optimiser = torch.optim.LBFGS(
+        list(theta.leaves),
+        max_iter=50,
+        history_size=20,
+        tolerance_grad=0.0,
+        tolerance_change=0.0,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> torch.Tensor:
+        with torch.enable_grad():
+            value = problem.objective(batch)
+            for leaf, g in zip(theta.leaves, torch.autograd.grad(value, theta.leaves), strict=True):
+                leaf.grad = g
+        return value.detach()
+
+    norm = float("inf")
+    for _ in range(max(1, steps // 50)):
+        optimiser.step(closure)
+        closure()
+        norm = float(theta.flatten([leaf.grad for leaf in theta.leaves]).norm())
+        if norm <= tol:
+            break
+    for leaf in theta.leaves:
+        leaf.grad = None
+    if not norm <= tol:
+        raise RunError(
+            f"The inner problem could not be solved: its gradient norm is still {norm:.2g}, above {tol:.2g}."
+        )
+    return norm

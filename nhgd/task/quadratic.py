@@ -1,0 +1,167 @@
+"""A bilevel problem whose every answer is a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+
+from nhgd.data.loader import Data
+from nhgd.errors import InputError, not_negative, positive
+from nhgd.problem import Bilevel, Losses
+from nhgd.solve import Solution
+from nhgd.task.base import AbstractTask, Instance
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """The answers: theta*(v) = theta_0 + S v, Phi(v), grad Phi(v) and the minimiser of Phi."""
+
+    hessian: Tensor  # (d, d)
+    cross: Tensor  # (d, p): d2 l / d theta d v
+    theta_0: Tensor  # (d,)
+    S: Tensor  # (d, p)
+    B: Tensor  # (m, d)
+    target: Tensor  # (m,)
+    rho: float
+
+    def theta_star(self, v: Tensor) -> Tensor:
+        """The inner optimum."""
+        return self.theta_0 + self.S @ v
+
+    def phi(self, v: Tensor) -> Tensor:
+        """The outer objective at the inner optimum."""
+        misfit: Tensor = 0.5 * (self.B @ self.theta_star(v) - self.target).square().mean()
+        return misfit + 0.5 * self.rho * v.square().sum()
+
+    def hypergradient(self, v: Tensor) -> Tensor:
+        """grad Phi(v)."""
+        return self.S.T @ self.B.T @ (self.B @ self.theta_star(v) - self.target) / len(self.B) + self.rho * v
+
+    def v_star(self) -> Tensor:
+        """The minimiser of Phi."""
+        m = len(self.B)
+        curvature = self.S.T @ self.B.T @ self.B @ self.S / m
+        curvature = curvature + self.rho * torch.eye(len(curvature), dtype=curvature.dtype, device=curvature.device)
+        return torch.linalg.solve(curvature, -self.S.T @ self.B.T @ (self.B @ self.theta_0 - self.target) / m)
+
+
+@final
+@dataclass(frozen=True)
+class Quadratic(AbstractTask):
+    """Everything in closed form: least squares inside, least squares outside.
+
+        l_i(v, theta) = 0.5 (a_i . theta - b_i - c_i . v)^2,      l2 ||theta||^2
+        f(v, theta)   = 0.5 mean_j (B_j . theta - d_j)^2 + 0.5 rho ||v||^2
+
+    grad_theta f does not vanish at the solution, so the inverse matters. With noise 1 the inner model is the Gaussian
+    that drew the data, so that the empirical Fisher matrix estimates the Hessian; any other noise takes it off its model
+    by that factor squared.
+    """
+
+    name: ClassVar[str] = "quadratic"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "default": {},
+        "quick": {"dim": 6, "outer_dim": 3, "samples": 60},
+    }
+    dim: int = 20
+    outer_dim: int = 5
+    samples: int = 400
+    condition: float = 10.0
+    noise: float = 1.0
+    l2: float = 0.01
+    rho: float = 0.1
+    batch: int | None = None
+
+    def __post_init__(self) -> None:
+        positive("quadratic", dim=self.dim, outer_dim=self.outer_dim, samples=self.samples)
+        not_negative("quadratic", noise=self.noise, l2=self.l2, rho=self.rho)
+        if self.condition < 1:
+            raise InputError(f"quadratic: condition must be at least 1, got {self.condition}.")
+
+    def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
+        """Draw the data and derive the answers."""
+        g = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=g, dtype=torch.float64).to(device)
+
+        n, d, p, m = self.samples, self.dim, self.outer_dim, 2 * self.dim
+        spread = torch.logspace(0, -0.5, d, base=self.condition, dtype=torch.float64, device=device)
+        a, c = draw(n, d) * spread, draw(n, p)
+        b = a @ draw(d) + self.noise * draw(n)
+        # Targets that no theta meets keep grad_theta f away from 0 at the solution.
+        outer_rows, target = draw(m, d), 3 * draw(m)
+
+        eye = torch.eye(d, dtype=torch.float64, device=device)
+        hessian = a.T @ a / n + 2 * self.l2 * eye
+        answers = ClosedForm(
+            hessian=hessian,
+            cross=-a.T @ c / n,
+            theta_0=torch.linalg.solve(hessian, a.T @ b / n),
+            S=torch.linalg.solve(hessian, a.T @ c / n),
+            B=outer_rows,
+            target=target,
+            rho=self.rho,
+        )
+
+        def inner(model: nn.Module, v: Tensor, batch: Any) -> Losses:
+            x, y, side = batch[:3]
+            z = model(x)[:, 0]
+            return Losses(0.5 * (z - y - side @ v).square(), outputs=z)
+
+        def outer(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
+            x, y = batch[:2]
+            misfit: Tensor = 0.5 * (model(x)[:, 0] - y).square().mean()
+            return misfit + 0.5 * self.rho * v.square().sum()
+
+        model = nn.Linear(d, 1, bias=False, dtype=torch.float64, device=device)
+        with torch.no_grad():
+            model.weight.zero_()
+        v = torch.zeros(p, dtype=torch.float64, device=device)
+        problem = Bilevel(inner, outer, model, v, l2=self.l2, likelihood="gaussian")
+        best = answers.v_star()
+        best_value = float(answers.phi(best))
+
+        def metrics(theta: nn.Module, v: Tensor) -> dict[str, float]:
+            return {
+                "v_error": float((v - best).norm() / best.norm()),
+                "true_outer_loss": float(answers.phi(v)),
+                "optimal_outer_loss": best_value,
+            }
+
+        def summary(solution: Solution) -> dict[str, float]:
+            last = solution.history[-1]
+            return {
+                "outer_loss": float(outer(model, v, full_outer).detach()),
+                "inner_loss": float(problem.objective(full_inner).detach()),
+                **{key: last[key] for key in ("v_error", "true_outer_loss", "optimal_outer_loss") if key in last},
+            }
+
+        def solve_inner() -> float:
+            problem.theta.assign(answers.theta_star(v.detach()))
+            return float((hessian @ problem.theta.flat() - a.T @ (b + c @ v) / n).norm())
+
+        inner_data = Data(a, b, c, batch=self.batch)
+        outer_data = Data(outer_rows, target)
+        full_inner, full_outer = (a, b, c), (outer_rows, target)
+        top = float(torch.linalg.eigvalsh(hessian)[-1])
+        solver = {"inner_steps": 20, "inner_lr": 1.0 / top, "outer_lr": 0.5}
+        return Instance(
+            problem,
+            inner_data,
+            outer_data,
+            solver,
+            "aid",
+            100,
+            metrics,
+            summary,
+            full_inner,
+            full_outer,
+            solve_inner,
+            answers,
+        )
