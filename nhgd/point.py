@@ -180,11 +180,7 @@ class Point:
         theta = self.problem.theta
 
         def product(losses: Losses) -> Tensor:
-            outputs = losses.outputs
-            if outputs is None:
-                raise InputError(
-                    "The GGN needs the model's outputs: return nhgd.Losses(values, outputs=...) from inner()."
-                )
+            outputs = losses.outputs_for("The GGN")
             pushed = self._push_forward(outputs, vector)  # J x, shaped like z
             slope = torch.autograd.grad(losses.values.sum(), outputs, create_graph=True)[0]
             bent = (

@@ -45,6 +45,19 @@ class Losses:
         """Whether there is one loss for each sample."""
         return self.values.ndim == 1
 
+    def outputs_for(self, reader: str) -> Tensor:
+        """The model's outputs, or a sentence that says why `reader` cannot do without."""
+        if self.outputs is None:
+            raise InputError(
+                f"{reader} needs the model's outputs: return nhgd.Losses(values, outputs=...) from inner()."
+            )
+        if not self.outputs.requires_grad:
+            raise InputError(
+                f"{reader} differentiates the model's outputs, but Losses.outputs is detached from theta. Return the"
+                " outputs that the losses were computed from."
+            )
+        return self.outputs
+
     def mean(self) -> Tensor:
         """The batch objective without the ridge: mean_i( w_i l_i )."""
         weighted = self.values if self.weights is None else self.weights * self.values
@@ -193,7 +206,11 @@ class Bilevel:
                 stack.enter_context(
                     torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda")
                 )
-                torch.manual_seed(seed)
+                # torch.manual_seed would reseed every device, also those whose state was not kept.
+                torch.default_generator.manual_seed(seed)
+                if device.type == "cuda":
+                    with torch.cuda.device(device):
+                        torch.cuda.manual_seed(seed)
             stack.enter_context(uncompiled())
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
             yield
@@ -204,30 +221,32 @@ class Bilevel:
             bad = first_bad(batch)
             if bad:
                 raise InputError(f"The {name} batch holds nan or inf: {bad}. Remove or impute such samples first.")
-        leaves = (*self.theta.leaves, *self.v.leaves)
-        split = len(self.theta.leaves)
         with self.guarded(seed=0), torch.enable_grad():
             losses = self.losses(inner_batch)
             self._finite_losses(losses)
-            objective = losses.mean() + self.ridge()
-            if not objective.requires_grad:
-                raise InputError(
-                    "The inner loss does not depend on theta: it carries no gradient. Use the theta that inner() is"
-                    " given, without .detach() or .data."
-                )
-            inner = torch.autograd.grad(objective, leaves, allow_unused=True)
+            data = losses.mean()
+            # Without the ridge, which depends on theta whatever inner() does.
+            in_theta = _gradients(data, self.theta.leaves)
+            in_v = _gradients(data + self.ridge(), self.v.leaves)
             value = self.outer_value(outer_batch)
             if not bool(torch.isfinite(value)):
                 raise InputError(f"The outer loss is {value.item()} at the starting point.")
-            used = value.requires_grad
-            outer = torch.autograd.grad(value, leaves, allow_unused=True) if used else (None,) * len(leaves)
-        if all(g is None for g in inner[:split]):
-            raise InputError("The inner loss does not depend on theta. Use the theta that inner() is given.")
-        if all(g is None for g in (*inner[split:], *outer[split:])):
+            outer = _gradients(value, (*self.theta.leaves, *self.v.leaves))
+        if all(g is None for g in in_theta):
+            raise InputError(
+                "The inner loss does not depend on theta. Use the theta that inner() is given, without .detach() or .data."
+            )
+        if all(g is None for g in (*in_v, *outer[len(in_theta) :])):
             raise InputError(
                 "v enters neither the inner nor the outer problem, so there is nothing to learn. Use the v that inner(),"
                 " outer() or l2() is given, without .detach() or .data."
             )
+        for level, gradients in (("inner", (*in_theta, *in_v)), ("outer", outer)):
+            if any(g is not None and not bool(torch.isfinite(g).all()) for g in gradients):
+                raise InputError(
+                    f"The {level} loss is finite, but its gradient holds nan or inf. Look for sqrt, log, a norm or a division"
+                    " at 0 in it."
+                )
 
     def _finite_losses(self, losses: Losses) -> None:
         for name, tensor in (("loss", losses.values), ("weight", losses.weights)):
@@ -254,6 +273,13 @@ def uncompiled() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def _gradients(value: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Gradients of a value, None for every leaf it does not depend on."""
+    if not value.requires_grad:
+        return (None,) * len(leaves)
+    return torch.autograd.grad(value, leaves, allow_unused=True, retain_graph=True)
 
 
 def _losses(result: InnerResult, batch: Batch) -> Losses:

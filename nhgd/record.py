@@ -13,9 +13,10 @@ back by K further backward passes; a record then holds K rows for each sample.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -152,8 +153,9 @@ class Recorder:
         fisher: "empirical", "exact" or "sampled": of which Fisher matrix. The last two need `Losses.outputs` and a
             likelihood, and are not defined for "batch" and "raw".
 
-    The first batch is used to verify, once, that samples do not influence each other and that every layer's scores
-    account for the whole gradient of its weight (a weight used elsewhere too is moved to the other parameters).
+    The first batch in which a layer appears is used to verify, once, that samples do not influence each other and that
+    the layer's scores account for the whole gradient of its weight (a weight used elsewhere too is moved to the other
+    parameters).
     """
 
     def __init__(
@@ -174,7 +176,8 @@ class Recorder:
         self.calls = OracleCalls() if calls is None else calls
         self._names = {id(leaf): name for name, leaf in zip(problem.theta.names, problem.theta.leaves, strict=True)}
         self._shapes = {n: leaf.shape for n, leaf in zip(problem.theta.names, problem.theta.leaves, strict=True)}
-        self._unaccounted: set[str] | None = None
+        self._verified: set[str] = set()  # weights whose layers were looked at once
+        self._unaccounted: set[str] = set()
         self._others = OneSampleGradients(problem)
 
     def step(self, batch: Batch) -> InnerStep:
@@ -184,8 +187,9 @@ class Recorder:
         tapping = self.kind in ("layer", "sample")
         if tapping:
             self._refuse_batchnorm()
-        with torch.enable_grad(), self._tapped(tapping) as calls:
-            losses = problem.losses(batch, v=v)
+        with torch.enable_grad():
+            with self._tapped(tapping) as calls:
+                losses = problem.losses(batch, v=v)
             if self.kind is not None and not losses.per_sample:
                 raise InputError(
                     "Recording curvature needs per-sample losses, but inner() returned a scalar."
@@ -193,14 +197,15 @@ class Recorder:
                 )
             value = losses.mean()
             edges = [call.edge for call in calls]
-            first_time = tapping and self._unaccounted is None
-            again = first_time or self.likelihood is not None
+            unseen = tapping and not self._verified.issuperset(call.weight for call in calls)
+            again = unseen or self.likelihood is not None
             wrt: Any = (*theta.leaves, *edges)
             found = torch.autograd.grad(value, wrt, allow_unused=True, retain_graph=again or None)
             data, scores = list(found[: len(theta.leaves)]), found[len(theta.leaves) :]
-            if first_time:
+            if unseen:
                 self._check_independent(losses, calls)
-                self._unaccounted = self._find_unaccounted(self._layers(losses, calls, [scores]), data, losses)
+                self._unaccounted |= self._find_unaccounted(self._layers(losses, calls, [scores]), calls, data, value)
+                self._verified |= {call.weight for call in calls}
             seeds = self._seeds(losses)
             columns = [scores]
             if seeds is not None and losses.outputs is not None and edges:
@@ -243,7 +248,7 @@ class Recorder:
         layers = [
             layer
             for layer in self._layers(losses, calls, columns, seeds is not None)
-            if layer.weight not in (self._unaccounted or ())
+            if layer.weight not in self._unaccounted
         ]
         covered = {name for layer in layers for name in (layer.weight, layer.bias)}
         others = tuple(name for name in theta.names if name not in covered)
@@ -264,7 +269,10 @@ class Recorder:
 
     @contextmanager
     def _tapped(self, wanted: bool) -> Iterator[list[_Call]]:
-        """Note every call of a Linear or Conv2d that holds a parameter of theta, inside this block alone."""
+        """Note every call of a Linear or Conv2d that holds a parameter of theta, inside this block alone.
+
+        The block is the forward pass and no more: activation checkpointing calls modules again in the backward pass.
+        """
         calls: list[_Call] = []
         if not wanted:
             yield calls
@@ -275,10 +283,15 @@ class Recorder:
             if not isinstance(module, (nn.Linear, nn.Conv2d)):
                 return
             name = self._names.get(id(module.weight))
-            if name is None or not isinstance(output, Tensor) or not output.requires_grad:
+            # Keyword arguments do not reach this hook; what is not noted here counts among the other parameters.
+            if name is None or not args or not isinstance(output, Tensor) or not output.requires_grad:
                 return
             bias = None if module.bias is None else self._names.get(id(module.bias))
-            calls.append(_Call(module, name, bias, args[0].detach(), get_gradient_edge(output), output.shape))
+            # On sequences the output is a view of a matrix, and an in-place activation replaces the view's place in the
+            # graph, but not the matrix's.
+            base = output._base
+            source = base if base is not None and base.numel() == output.numel() and output.is_contiguous() else output
+            calls.append(_Call(module, name, bias, args[0].detach(), get_gradient_edge(source), output.shape))
 
         # The hook is global because theta may be a dict that the user feeds to functional_call on a module of his own.
         handle = nn.modules.module.register_module_forward_hook(note)
@@ -292,12 +305,8 @@ class Recorder:
         """The roots of the likelihood in output space, (K, B, ...), or None for the empirical Fisher matrix."""
         if self.likelihood is None:
             return None
-        if losses.outputs is None:
-            raise InputError(
-                f"fisher='{self.fisher}' needs the model's outputs: return nhgd.Losses(values, outputs=...) from inner()."
-            )
         draw = self.likelihood.sample if self.fisher == "sampled" else self.likelihood.roots
-        return draw(losses.outputs, losses.values).detach()
+        return draw(losses.outputs_for(f"fisher='{self.fisher}'"), losses.values).detach()
 
     def _layers(
         self,
@@ -319,7 +328,10 @@ class Recorder:
                     " samples. Per-sample curvature needs the samples in the first dimension of every layer's input."
                 )
             scores = [column[position] for column in columns]
-            found = tuple(call.input.new_zeros(call.output_shape) if s is None else s.detach() for s in scores)
+            found = tuple(
+                call.input.new_zeros(call.output_shape) if s is None else s.detach().reshape(call.output_shape)
+                for s in scores
+            )
             grouped.setdefault(call.weight, []).append((call, found))
         return [
             LayerRecord(
@@ -338,34 +350,72 @@ class Recorder:
         samples = losses.values.shape[0]
         if samples < 2 or not calls:
             return
-        found = torch.autograd.grad(
-            losses.values[0], [call.edge for call in calls], retain_graph=True, allow_unused=True
-        )
-        for call, score in zip(calls, found, strict=True):
-            if score is not None and score.shape[0] == samples and bool((score[1:] != 0).any()):
-                raise InputError(
-                    f"At the layer of {call.weight!r} the loss of one sample depends on the row of another. Per-sample"
-                    " curvature needs independent samples in the first dimension (no batch statistics, batch-first"
-                    " sequences)."
-                )
+        # The first sample and the last: a sum that runs along the batch shows in one of them only.
+        for row in (0, samples - 1):
+            found = torch.autograd.grad(
+                losses.values[row], [call.edge for call in calls], retain_graph=True, allow_unused=True
+            )
+            for call, score in zip(calls, found, strict=True):
+                if score is None or call.output_shape[0] != samples:
+                    continue
+                touched = score.reshape(samples, -1).ne(0).any(1)
+                touched[row] = False
+                if bool(touched.any()):
+                    raise InputError(
+                        f"At the layer of {call.weight!r} the loss of one sample depends on the row of another. Per-sample"
+                        " curvature needs independent samples in the first dimension (no batch statistics, batch-first"
+                        " sequences)."
+                    )
 
-    def _find_unaccounted(self, layers: list[LayerRecord], data: Sequence[Tensor | None], losses: Losses) -> set[str]:
-        """Weights whose gradient is not the sum of their layer's per-sample gradients: they are used elsewhere too."""
+    def _find_unaccounted(
+        self, layers: list[LayerRecord], calls: list[_Call], data: Sequence[Tensor | None], value: Tensor
+    ) -> set[str]:
+        """Weights whose gradient is not the sum of their layer's per-sample gradients: they are used elsewhere too.
+
+        The graph shows a use whose gradient happens to be zero now; the numbers show a layer that computes something else.
+        """
         by_name = dict(zip(self.problem.theta.names, data, strict=True))
+        uses = self._uses(value)
+        uses.subtract(name for call in calls for name in (call.weight, call.bias) if name is not None)
         found = set()
         for layer in layers:
-            # Undo the square root: sum_i sqrt(w_i) (sqrt(w_i) s_i) / B is the batch gradient.
-            root = torch.ones_like(layer.scale) if losses.weights is None else losses.weights.detach().sqrt()
-            scores = layer.scores[0] * root.to(layer.scores.dtype)[:, None, None, None] / len(root)
-            total = torch.einsum("btgo,btgi->goi", scores, layer.inputs)
+            modules = {id(call.module) for call in calls if call.weight == layer.weight}
+            if any(uses[name] > 0 for name in (layer.weight, layer.bias) if name is not None) or (
+                len(modules) > 1 and isinstance(layer.module, nn.Conv2d)  # they may differ in stride or padding
+            ):
+                found.add(layer.weight)
+                continue
+            # What the backward pass gave adds up to the gradient of the batch; layer.scores are scaled for the record.
+            plain = replace(layer, scale=torch.ones_like(layer.scale))
+            total = torch.einsum("btgo,btgi->goi", plain.scores[0], layer.inputs)
+            # At an inner optimum the sum is nothing but rounding, so errors are measured by the size of its terms.
+            size = float(torch.einsum("btgo,btgi->goi", plain.scores[0].abs(), layer.inputs.abs()).max())
             pairs = [(layer.weight, total if layer.bias is None else total[..., :-1])]
             if layer.bias is not None:
                 pairs.append((layer.bias, total[..., -1]))
             for name, computed in pairs:
                 true = by_name[name]
                 true = torch.zeros_like(computed) if true is None else true.reshape(computed.shape)
-                if not torch.allclose(computed, true, rtol=1e-2, atol=1e-3 * float(true.abs().max()) + 1e-12):
+                if not torch.allclose(computed, true, rtol=1e-2, atol=1e-3 * size + 1e-12):
                     found.add(layer.weight)
+        return found
+
+    def _uses(self, value: Tensor) -> Counter[str]:
+        """How often each parameter enters the graph of a value."""
+        found: Counter[str] = Counter()
+        waiting: list[Any] = [value.grad_fn]
+        seen = set()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            for following, _ in node.next_functions:
+                name = self._names.get(id(getattr(following, "variable", None)))
+                if name is not None:
+                    found[name] += 1
+                else:
+                    waiting.append(following)
         return found
 
     def _common_weight(self, losses: Losses) -> float:
