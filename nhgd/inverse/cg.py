@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
-from nhgd.errors import not_negative, positive
+from nhgd.errors import NonFiniteError, not_negative, positive
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
 from nhgd.point import Point
 from nhgd.variable import Variable
@@ -49,18 +50,21 @@ class CG(AbstractInverse):
     def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start`, or from zero."""
         before = at.calls.hvps
-        tiny = torch.finfo(u.dtype).tiny
-        size = max(float(u.norm()), tiny)
+        size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
+        # Below this the recursion goes on in numbers too small to mean anything, until they vanish.
+        tol = max(self.tol, torch.finfo(u.dtype).eps ** 2)
         x = torch.zeros_like(u) if start is None else start.clone()
         r = u.clone() if start is None else u - self._product(at, x)
         p = r.clone()
         rr = float(r.dot(r))
         negative = False
         taken = 0
-        while rr**0.5 > self.tol * size and taken < self.steps:
+        while not rr**0.5 <= tol * size and taken < self.steps:
             hp = self._product(at, p)
             taken += 1
             curvature = float(p.dot(hp))
+            if not math.isfinite(curvature):
+                raise NonFiniteError(f"CG: the curvature along the search direction is {curvature} in product {taken}.")
             if not curvature > 0:
                 negative = True
                 break
@@ -71,7 +75,7 @@ class CG(AbstractInverse):
             p.mul_(rr / old).add_(r)
         residual = rr**0.5 / size
         notes = {"iterations": taken, "negative_curvature": negative}
-        return x, SolveStats(residual, at.calls.hvps - before, residual <= self.tol, notes)
+        return x, SolveStats(residual, at.calls.hvps - before, residual <= tol, notes)
 
     def _product(self, at: Point, x: Tensor) -> Tensor:
         found = at.hvp(x)
