@@ -42,6 +42,13 @@ def implicit(
             InverseWarning,
             stacklevel=3,
         )
+    elif stats.notes.get("diverged"):
+        warnings.warn(
+            f"{inverse.name} diverged: its residual grew to {stats.residual:.2g}. Its step is too large for the curvature of"
+            " this inner problem, or the Hessian is not positive definite. Lower the step, or use cg.",
+            InverseWarning,
+            stacklevel=3,
+        )
     leaves = [f - c for f, c in zip(outer.v, (cross or at.cross)(x), strict=True)]
     return Hypergradient(at.problem.v.like(leaves), float(outer.value), stats, leaves, x)
 
