@@ -31,17 +31,20 @@ class Registry(Mapping[str, type]):
 
     def _all(self) -> dict[str, type]:
         if self._guests is None:
-            self._guests = {}
+            guests: dict[str, type] = {}
             for entry in entry_points(group=self.group):
                 found: Any = entry.load()
                 if not (isinstance(found, type) and issubclass(found, self.base)):
                     raise InputError(
                         f"The entry point {entry.name!r} of {self.group} is not a subclass of {self.base.__name__}."
                     )
-                self._guests.setdefault(entry.name, found)
+                guests.setdefault(entry.name, found)
+            self._guests = guests
         return self._guests | self._own
 
     def __getitem__(self, name: str) -> type:
+        if not isinstance(name, str):
+            raise InputError(f"The {self.kind} is given by a name or as an object; got a {type(name).__name__}.")
         if name in self._own:
             return self._own[name]
         everything = self._all()

@@ -54,9 +54,17 @@ class Variable:
                 f"{role} must be a Tensor, a dict of Tensors or an nn.Module, but it is a {type(given).__name__}."
             )
         if not named:
-            raise InputError(f"{role} has nothing to train: every parameter is frozen (requires_grad=False).")
+            raise InputError(
+                f"{role} has nothing to train: it is empty, or every parameter is frozen (requires_grad=False)."
+            )
+        owners: dict[int, str] = {}
         for name, tensor in named.items():
             self._admit(name, tensor)
+            if owners.setdefault(id(tensor), name) != name:
+                raise InputError(
+                    f"{role}[{owners[id(tensor)]!r}] and {role}[{name!r}] are the same tensor, which would be trained twice."
+                    " Keep one of them and use it in both places."
+                )
         self.names = tuple(named)
         self.leaves = tuple(t if t.requires_grad else t.detach().requires_grad_() for t in named.values())
         devices = {t.device for t in self.leaves}

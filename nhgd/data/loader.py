@@ -39,7 +39,7 @@ class Data:
     ) -> None:
         if not arrays:
             raise InputError("Data needs at least one tensor: Data(x, y, batch=1024).")
-        self.tensors = tuple(torch.as_tensor(a, device=device) for a in arrays)
+        self.tensors = tuple(torch.as_tensor(_usable(a), device=device) for a in arrays)
         if any(t.ndim == 0 for t in self.tensors):
             raise InputError(
                 "Data takes tensors whose first dimension counts the samples, but one of them is a scalar."
@@ -75,6 +75,13 @@ class Data:
     def take(self, index: Tensor) -> tuple[Tensor, ...]:
         """The samples with these indices, as one batch."""
         return tuple(t[index.to(t.device)] for t in (*self.tensors, self._index))
+
+
+def _usable(array: Tensor | np.ndarray[Any, Any]) -> Tensor | np.ndarray[Any, Any]:
+    """The array itself, or a copy where torch could not share its memory: read-only or walked backwards."""
+    if isinstance(array, np.ndarray) and not (array.flags.writeable and all(s >= 0 for s in array.strides)):
+        return array.copy()
+    return array
 
 
 class Stream:
