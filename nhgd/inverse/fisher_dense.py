@@ -1,0 +1,276 @@
+"""The Fisher matrix, or its inverse, as one dense array."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor
+
+from nhgd.errors import InputError, NonFiniteError, not_negative, positive, unknown
+from nhgd.inverse.base import AbstractInverse, SolveStats
+from nhgd.inverse.damping import refuse_singular, resolve_damping
+from nhgd.inverse.state import State
+from nhgd.point import Point
+from nhgd.record import BatchGradient, FisherKind, InnerRecord, PerSampleGradients
+from nhgd.variable import Variable
+
+
+@dataclass
+class DenseState(State):
+    """The estimate of `FisherDense`.
+
+    `matrix` (D, D) is F or A; `count` is the number of observations it is worth; `curvature` is the mean diagonal of the
+    matrix that A inverts; `observed` counts the steps and `restarts` the times the guard began again.
+    """
+
+    matrix: Tensor
+    count: float
+    curvature: float
+    observed: int = 0
+    restarts: int = 0
+
+
+@final
+@dataclass(frozen=True)
+class FisherDense(AbstractInverse):
+    """The Fisher matrix as one D x D array, averaged over the inner steps; for small D.
+
+    An inner step hands over F_batch = (1/B) sum_i w_i s_i s_i^T, one observation whatever B is. With its gain g,
+
+        form="matrix":    F <- (1 - g) F + g F_batch,             x = (F + diag(2 l2) + damping I)^{-1} u
+        form="inverse":   A <- ((1 - g) A^{-1} + g F_batch)^{-1},   x = A u,    A^0 = I / prior
+
+        update="average":  g = 1 / (t + 1)        after t observations; the prior of the inverse is worth t0 of them
+        update="ema":      g = 1 - beta           for the inverse, the paper's smoothed update
+                           g = (1 - beta) / (1 - beta^(t + 1))      for the matrix, which corrects the bias of its start
+
+    The inverse is updated without inverting: with R the rows of F_batch = R^T R and q = g / (1 - g),
+
+        A <- (A - q A R^T (I + q R A R^T)^{-1} R A) / (1 - g)
+
+    which for one row is the rank-one update of the paper. The matrix form costs one Cholesky factorisation a solve and
+    holds the ridge and the damping exactly. In the inverse form the prior decays, so no constant ridge or damping can be
+    held: they are in the prior alone, and without visits A grows by 1 / (1 - g) each step. A guard watches that growth.
+
+    Args:
+        form: "matrix" or "inverse": what is kept.
+        update: "average" or "ema": how observations are weighted.
+        beta: what an EMA keeps each step, between 0 and 1.
+        records: "sample" (per-sample gradients, folded as one block); "batch" (the gradient of the batch without the
+            ridge, scaled to estimate F near an inner optimum; equal weights only); or "raw" (the gradient as the optimiser
+            saw it, ridge included, as the paper prints it: it estimates F / B near an inner optimum, and nothing useful
+            for full batches).
+        fisher: "empirical", "exact" or "sampled"; the last two need records="sample".
+        damping: added to the diagonal beside the ridge, in the matrix form alone. None: nothing under a positive ridge,
+            1e-3 of the mean diagonal of F otherwise.
+        warm: what a new outer step begins from. "prior": the last estimate, worth t0 observations at most; "accumulate":
+            the last estimate and its count; "reset": nothing learnt before.
+        prior: A^0 = I / prior in the inverse form.
+        t0: how many observations a prior is worth, at least 1.
+        guard: "stop" or "restart" (from the prior) when the inverse winds up.
+        limit: the largest entry of A, in units of the inverse mean curvature, before the guard acts. None: 1e11 in
+            float64 and the same number of lost digits in other dtypes (2e2 in float32).
+        dtype: of the array; float64 whatever theta's.
+        max_dim: D above which `init` refuses.
+
+    >>> from nhgd.variable import Variable
+    >>> inverse = FisherDense()
+    >>> state = inverse.init(Variable(torch.zeros(2), "theta"))
+    >>> inverse.observe(state, PerSampleGradients(torch.eye(2).repeat(2, 1), samples=4)).matrix.tolist()
+    [[0.5, 0.0], [0.0, 0.5]]
+
+    References: Natural Hypergradient Descent, equation (inv_efim_update) for update="average" and its smoothed rank-one
+    update, in the implementation details, for "ema"; M. A. Woodbury, Inverting modified matrices, 1950.
+    Deviations: 1. A^0 counts as t0 observations, because the printed weights divide by t = 0. 2. per-sample gradients,
+    rows sqrt(w_i) s_i, instead of the gradient of the batch, whose outer product estimates F / B (records="raw": as printed).
+    3. the ridge is left out of F and added exactly, in the matrix form. 4. the inverse form stops or restarts before it
+    overflows. 5. beta outside (0, 1) is refused.
+    """
+
+    name: ClassVar[str] = "fisher_dense"
+    form: Literal["matrix", "inverse"] = "matrix"
+    update: Literal["average", "ema"] = "average"
+    beta: float = 0.95
+    records: Literal["sample", "batch", "raw"] = "sample"
+    fisher: FisherKind = "empirical"
+    damping: float | None = None
+    warm: Literal["prior", "accumulate", "reset"] = "prior"
+    prior: float = 1.0
+    t0: float = 1.0
+    guard: Literal["stop", "restart"] = "stop"
+    limit: float | None = None
+    dtype: torch.dtype = torch.float64
+    max_dim: int = 15_000
+
+    def __post_init__(self) -> None:
+        for option, value, known in (
+            ("form", self.form, ("matrix", "inverse")),
+            ("update", self.update, ("average", "ema")),
+            ("records", self.records, ("sample", "batch", "raw")),
+            ("fisher", self.fisher, ("empirical", "exact", "sampled")),
+            ("warm", self.warm, ("prior", "accumulate", "reset")),
+            ("guard", self.guard, ("stop", "restart")),
+        ):
+            if value not in known:
+                raise unknown(f"{option} of FisherDense", value, known)
+        if not 0 < self.beta < 1:
+            raise InputError(
+                f"FisherDense: beta must lie between 0 and 1, both excluded, got {self.beta}. It is the share of the last"
+                " estimate that a step keeps, and the update divides by it: try 0.95, or use update='average'."
+            )
+        if not 1 <= self.t0 < float("inf"):
+            raise InputError(
+                f"FisherDense: t0, what the prior is worth in observations, must be at least 1, got {self.t0}."
+            )
+        positive("FisherDense", prior=self.prior, max_dim=self.max_dim)
+        if self.limit is not None:
+            positive("FisherDense", limit=self.limit)
+        if self.damping is not None:
+            not_negative("FisherDense", damping=self.damping)
+            if self.form == "inverse":
+                raise InputError(
+                    "FisherDense: form='inverse' cannot hold a constant damping, because its prior decays. Use"
+                    " form='matrix', or set the prior instead."
+                )
+        if self.dtype not in (torch.float32, torch.float64):
+            raise InputError(f"FisherDense: dtype must be torch.float64 or torch.float32, got {self.dtype}.")
+        if self.fisher != "empirical" and self.records != "sample":
+            raise InputError(f"FisherDense: fisher='{self.fisher}' needs per-sample gradients. Use records='sample'.")
+
+    def init(self, theta: Variable) -> DenseState:
+        """The prior, or zeros."""
+        if theta.numel > self.max_dim:
+            raise InputError(
+                f"FisherDense would keep a {theta.numel} x {theta.numel} array"
+                f" ({theta.numel**2 * self.dtype.itemsize / 2**30:.1f} GiB). Use fisher_window or kfac, or raise max_dim"
+                f" (now {self.max_dim}) if you mean it."
+            )
+        return self._fresh(theta.numel, theta.device)
+
+    def _fresh(self, size: int, device: torch.device) -> DenseState:
+        if self.form == "matrix":
+            return DenseState(torch.zeros(size, size, dtype=self.dtype, device=device), 0.0, 0.0)
+        matrix = torch.eye(size, dtype=self.dtype, device=device).div_(self.prior)
+        return DenseState(matrix, float(self.t0), self.prior)
+
+    def begin(self, state: DenseState) -> DenseState:
+        """Carry the last estimate over as `warm` says."""
+        if self.warm == "accumulate":
+            return state
+        if self.warm == "prior":
+            return replace(state, count=min(state.count, float(self.t0)))
+        fresh = self._fresh(len(state.matrix), state.matrix.device)
+        return replace(fresh, observed=state.observed, restarts=state.restarts)
+
+    def observe(self, state: DenseState, record: InnerRecord) -> DenseState:
+        """Fold in one inner step. The array of the given state is updated in place."""
+        rows = self._rows(record).to(state.matrix)  # (n, D)
+        observed = state.observed + 1
+        if not bool(torch.isfinite(rows).all()):
+            raise NonFiniteError(
+                f"FisherDense: the gradient handed over at observation {observed} holds nan or inf. Lower inner_lr, or"
+                " look at the inner losses."
+            )
+        gain = self._gain(state.count)
+        energy = float(rows.square().sum()) / rows.shape[1]
+        curvature = (1 - gain) * state.curvature + gain * energy
+        moved = replace(state, count=state.count + 1, curvature=curvature, observed=observed)
+        if self.form == "matrix":
+            state.matrix.addmm_(rows.T, rows, beta=1 - gain, alpha=gain)
+            return moved
+        problem = self._fold(state.matrix, rows, gain, curvature)
+        if problem is None:
+            return moved
+        if self.guard == "stop":
+            raise NonFiniteError(
+                f"FisherDense: at observation {observed} {problem}. Each step multiplies the inverse by"
+                f" {1 / (1 - gain):.4g} in the directions that no gradient visits. Use form='matrix' or fisher_window,"
+                " which hold a constant damping, or guard='restart'."
+            )
+        fresh = self._fresh(len(state.matrix), state.matrix.device)
+        return replace(fresh, observed=observed, restarts=state.restarts + 1)
+
+    def _rows(self, record: InnerRecord) -> Tensor:
+        """Rows R, (n, D), with F_batch = R^T R."""
+        if self.records == "sample" and isinstance(record, PerSampleGradients):
+            return record.rows.to(self.dtype) / math.sqrt(record.samples)
+        if isinstance(record, BatchGradient):
+            row = record.raw if self.records == "raw" else record.row
+            if self.records != "sample" and row is not None:
+                return row[None]
+        raise InputError(f"FisherDense(records='{self.records}') was handed a {type(record).__name__} of another kind.")
+
+    def _gain(self, count: float) -> float:
+        if self.update == "average":
+            return 1 / (count + 1)
+        return 1 - self.beta if self.form == "inverse" else (1 - self.beta) / (1 - self.beta ** (count + 1))
+
+    def _fold(self, inverse: Tensor, rows: Tensor, gain: float, curvature: float) -> str | None:
+        """The Woodbury update of A, in place. What went wrong, as a clause, if something did."""
+        if len(rows) > rows.shape[1]:
+            _, rows = torch.linalg.qr(rows, mode="r")  # the same R^T R in D rows
+        keep = 1 - gain
+        product = rows @ inverse  # R A, (n, D)
+        small = (product @ rows.T).mul_(gain / keep)
+        small.diagonal().add_(1.0)
+        factor, info = torch.linalg.cholesky_ex(small)
+        if int(info) != 0:
+            return "the inverse has lost its positive definiteness"
+        root = torch.linalg.solve_triangular(factor, product, upper=False).mul_(math.sqrt(gain) / keep)
+        inverse.addmm_(root.T, root, beta=1 / keep, alpha=-1)
+        # A part that is not symmetric would grow by 1 / keep each step, for ever. One outer product leaves none.
+        if len(root) > 1:
+            inverse.add_(inverse.T.clone()).mul_(0.5)
+        largest = float(torch.stack(torch.aminmax(inverse)).abs().max())
+        limit = self.limit if self.limit is not None else 1e11 * _EPS / torch.finfo(self.dtype).eps
+        if largest * curvature <= limit:
+            return None
+        return (
+            f"the inverse has wound up: its largest entry, {largest:.2g}, is {largest * curvature:.2g} times the inverse"
+            f" mean curvature (limit {limit:.2g}), so rounding spoils the others"
+        )
+
+    def solve(self, state: DenseState, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+        """One Cholesky factorisation, or one product with A."""
+        matrix = state.matrix
+        b = u.to(matrix)
+        notes: dict[str, object] = {"observed": state.observed}
+        if self.form == "inverse":
+            x = matrix @ b
+            notes |= {"damping": 0.0, "ridge": "in the prior alone, which decays", "restarts": state.restarts}
+        else:
+            ridge = at.problem.ridge_diagonal().to(matrix)
+            damping = resolve_damping(self.damping, ridge, state.curvature)
+            notes["damping"] = damping
+            shift = ridge + damping
+            if state.count == 0:
+                refuse_singular("FisherDense", shift, observed=False)
+            shifted = matrix.clone()
+            shifted.diagonal().add_(shift)
+            factor, info = torch.linalg.cholesky_ex(shifted)
+            if int(info) != 0:
+                raise InputError(
+                    f"FisherDense: F with the ridge and a damping of {damping:.2g} is not positive definite. Pass a larger"
+                    " damping, or give the problem an l2 above 0."
+                )
+            x = torch.cholesky_solve(b[:, None], factor)[:, 0]
+        x = x.to(u)
+        if not bool(torch.isfinite(x).all()):
+            raise NonFiniteError(
+                "FisherDense: the solution holds nan or inf. Look at the right-hand side, and raise the damping or the l2."
+            )
+        return x, SolveStats(residual=None, hvps=0, converged=True, notes=notes)
+
+    def memory(self, theta: Variable) -> int:
+        """The array, and its copy when A is made symmetric, or the shifted array and its factor."""
+        return theta.numel**2 * self.dtype.itemsize * (2 if self.form == "inverse" else 3)
+
+    def cautions(self, theta: Variable) -> list[str]:
+        """That the inverse form cannot hold the ridge."""
+        return ["the ridge is in the prior alone, which decays"] if self.form == "inverse" else []
+
+
+_EPS = torch.finfo(torch.float64).eps
