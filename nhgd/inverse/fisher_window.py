@@ -1,0 +1,405 @@
+"""The Fisher matrix of the last samples, solved in the space of the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from typing import ClassVar, Literal, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nhgd.errors import InputError, NonFiniteError, not_negative, positive, unknown
+from nhgd.inverse.base import AbstractInverse, SolveStats
+from nhgd.inverse.damping import refuse_singular, resolve_damping
+from nhgd.inverse.gram import PIECE, AbstractBlock, Factors, Rows
+from nhgd.inverse.state import State
+from nhgd.point import Point
+from nhgd.record import BatchGradient, FisherKind, InnerRecord, LayerStatistics, PerSampleGradients
+from nhgd.variable import Variable
+
+MANY_ROWS = 20_000
+
+
+@dataclass
+class WindowState(State):
+    """A ring of the last samples and the Gram matrix of their rows.
+
+    Attributes:
+        starts, sizes: where each leaf of theta lies in the flat vector.
+        observed: how many records were taken.
+        position, filled: where in the ring the next sample goes, and how many places hold one.
+        stamps, shares: the step of each sample, (W,), and 1 / the samples kept of that step, (W,).
+        gram: R R^T, (W K, W K), row n K + k for root k of the sample in place n.
+        rows: gradients (W, K, d) by where their parameters begin.
+        inputs, scores: (W, T, G, in) and (W, K, T, G, out) by the layer's weight; `biases`: where its bias begins.
+    """
+
+    starts: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    observed: int = 0
+    position: int = 0
+    filled: int = 0
+    stamps: Tensor | None = None
+    shares: Tensor | None = None
+    gram: Tensor | None = None
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    scores: dict[str, Tensor] = field(default_factory=dict)
+    biases: dict[str, int] = field(default_factory=dict)
+
+    def blocks(self) -> Iterator[AbstractBlock]:
+        """R, in an order that does not depend on how the state was stored."""
+        for start in sorted(self.rows):
+            yield Rows(int(start), self.rows[start])
+        for name in sorted(self.inputs):
+            yield Factors(self.starts[name], self.biases.get(name), self.inputs[name], self.scores[name])
+
+
+@dataclass(frozen=True)
+class _News:
+    """What one record adds to the ring: (B, K, d) by start, (B, T, G, in) and (B, K, T, G, out) by weight."""
+
+    samples: int
+    roots: int
+    rows: dict[str, Tensor]
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    scores: dict[str, Tensor] = field(default_factory=dict)
+    biases: dict[str, int] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True)
+class FisherWindow(AbstractInverse):
+    """The Fisher matrix of the last samples, solved by their Gram matrix; never a D x D array.
+
+    With the rows R of the samples in the window, their weights c and the shift s = 2 l2 + damping, a vector,
+
+        F = R^T diag(c) R,      x = (F + diag(s))^{-1} u
+        z = u / s
+        y = (I + sqrt(c) R diag(1/s) R^T sqrt(c))^{-1} sqrt(c) R z
+        x = z - R^T sqrt(c) y / s
+
+        weights="average":  c_j = 1 / n over the n samples in the window
+        weights="ema":      c_j proportional to beta^age / B for a sample of a batch of B, `age` steps old, with sum 1
+
+    R R^T is kept and an inner step adds its own rows to it, against those stored. It serves every constant s; where the
+    ridge differs between parameters, R diag(1/s) R^T is formed in the solve. For Linear and Conv2d layers inputs and
+    scores are kept in place of gradients wherever that is cheaper, and R R^T comes from their products. Nothing
+    decays that should not: the damping is constant, and directions that no gradient visits get u / s.
+
+    Args:
+        window: how many samples are kept; for records="batch", how many steps. For fisher="exact" a sample has a row for
+            each output.
+        weights: "average" or "ema".
+        beta: what an EMA keeps each step, between 0 and 1.
+        records: "layer" (layer inputs and scores; the same as "sample" where there are no layers), "sample" (per-sample
+            gradients) or "batch" (the gradient of the batch without the ridge, scaled to estimate F near an inner
+            optimum; equal weights only).
+        fisher: "empirical", "exact" or "sampled"; the last two need records other than "batch".
+        damping: added to the diagonal beside the ridge. None: nothing under a positive ridge, 1e-3 of the mean diagonal
+            of F otherwise.
+        allow_large: admit more than 20,000 rows; memory grows with their square and the solve with their cube.
+
+    >>> from nhgd.variable import Variable
+    >>> inverse = FisherWindow(window=2, records="sample")
+    >>> state = inverse.init(Variable(torch.zeros(3), "theta"))
+    >>> inverse.observe(state, PerSampleGradients(torch.eye(3), samples=3)).gram.tolist()  # the last two of three
+    [[1.0, 0.0], [0.0, 1.0]]
+
+    References: Natural Hypergradient Descent, the empirical Fisher matrix along the inner trajectory; M. A. Woodbury,
+    Inverting modified matrices, 1950.
+    Deviations: 1. a window of samples under a constant damping in place of the running inverse, whose prior decays.
+    2. rows sqrt(w_i) s_i of single samples in place of the gradient of the batch. 3. the ridge is added exactly.
+    """
+
+    name: ClassVar[str] = "fisher_window"
+    window: int = 1024
+    weights: Literal["average", "ema"] = "average"
+    beta: float = 0.95
+    records: Literal["layer", "sample", "batch"] = "layer"
+    fisher: FisherKind = "empirical"
+    damping: float | None = None
+    allow_large: bool = False
+
+    def __post_init__(self) -> None:
+        for option, value, known in (
+            ("weighting", self.weights, ("average", "ema")),
+            ("record", self.records, ("layer", "sample", "batch")),
+            ("Fisher matrix", self.fisher, ("empirical", "exact", "sampled")),
+        ):
+            if value not in known:
+                raise unknown(f"{option} of FisherWindow", value, known)
+        if isinstance(self.window, bool) or not isinstance(self.window, int):
+            raise InputError(f"FisherWindow: window counts samples, so it must be an integer, got {self.window!r}.")
+        positive("FisherWindow", window=self.window)
+        if not 0 < self.beta < 1:
+            raise InputError(
+                f"FisherWindow: beta must lie between 0 and 1, both excluded, got {self.beta}. It is the weight of a step"
+                " relative to the next: try 0.95, or use weights='average'."
+            )
+        if self.damping is not None:
+            not_negative("FisherWindow", damping=self.damping)
+        if self.fisher != "empirical" and self.records == "batch":
+            raise InputError(
+                f"FisherWindow: fisher='{self.fisher}' needs per-sample quantities. Use records='layer' or 'sample'."
+            )
+        self._refuse_many(1)
+
+    def _refuse_many(self, roots: int) -> None:
+        if self.window * roots <= MANY_ROWS or self.allow_large:
+            return
+        each = f" samples with {roots} rows each" if roots > 1 else " samples"
+        raise InputError(
+            f"FisherWindow: a window of {self.window}{each} has {self.window * roots} rows, and the solve factorises a"
+            f" matrix of that size. Use a smaller window{' or fisher=' + repr('sampled') if roots > 1 else ''}, or pass"
+            " allow_large=True if you mean it."
+        )
+
+    def init(self, theta: Variable) -> WindowState:
+        """An empty ring; its arrays are made when the first record shows their shapes."""
+        places = theta.slices()
+        return WindowState(
+            {name: place.start for name, place in places.items()},
+            {name: place.stop - place.start for name, place in places.items()},
+        )
+
+    def observe(self, state: WindowState, record: InnerRecord) -> WindowState:
+        """Put the samples of one inner step in the ring. The arrays of the given state are updated in place."""
+        news = self._news(state, record)
+        if state.gram is None:
+            self._refuse_many(news.roots)
+            state = self._allocate(state, news)
+        _fit(state, news)
+        assert state.gram is not None
+        assert state.stamps is not None
+        assert state.shares is not None
+        device, roots = state.gram.device, news.roots
+        kept = min(news.samples, self.window)
+        slots = (state.position + torch.arange(kept, device=device)) % self.window
+        for stored, tensor in _pairs(state, news):
+            stored[slots] = tensor[-kept:].to(stored)
+        state.stamps[slots] = state.observed
+        state.shares[slots] = 1 / kept
+        filled = min(self.window, state.filled + kept)
+        present = slice(0, filled)
+        fresh = torch.zeros(kept, roots, filled, roots, dtype=torch.float64, device=device)
+        for block in state.blocks():
+            fresh += block.take(slots).gram(block.take(present))
+        gram = state.gram.view(self.window, roots, self.window, roots)
+        gram[slots, :, present] = fresh
+        gram[present, :, slots] = fresh.permute(2, 3, 0, 1)
+        position = (state.position + kept) % self.window
+        return replace(state, observed=state.observed + 1, position=position, filled=filled)
+
+    def _news(self, state: WindowState, record: InnerRecord) -> _News:
+        if self.records == "layer" and isinstance(record, LayerStatistics):
+            return _layer_news(state, record)
+        if self.records == "sample" and isinstance(record, PerSampleGradients):
+            rows = _by_sample(record.rows, record.samples)
+            return _News(rows.shape[0], rows.shape[1], {"0": rows})
+        if self.records == "batch" and isinstance(record, BatchGradient) and record.row is not None:
+            return _News(1, 1, {"0": record.row[None, None]})
+        raise InputError(f"FisherWindow(records='{self.records}') was handed a {type(record).__name__}.")
+
+    def _allocate(self, state: WindowState, news: _News) -> WindowState:
+        device = next(iter((news.rows or news.inputs).values())).device
+        rows = self.window * news.roots
+
+        def ring(tensor: Tensor) -> Tensor:
+            dtype = torch.promote_types(tensor.dtype, torch.float32)
+            return torch.zeros(self.window, *tensor.shape[1:], dtype=dtype, device=device)
+
+        return replace(
+            state,
+            stamps=torch.zeros(self.window, dtype=torch.int64, device=device),
+            shares=torch.zeros(self.window, dtype=torch.float64, device=device),
+            gram=torch.zeros(rows, rows, dtype=torch.float64, device=device),
+            rows={name: ring(t) for name, t in news.rows.items()},
+            inputs={name: ring(t) for name, t in news.inputs.items()},
+            scores={name: ring(t) for name, t in news.scores.items()},
+            biases=dict(news.biases),
+        )
+
+    def _coefficients(self, state: WindowState) -> Tensor:
+        """c for every row, (n K,)."""
+        assert state.gram is not None
+        assert state.stamps is not None
+        assert state.shares is not None
+        if self.weights == "average":
+            weights = torch.full_like(state.shares[: state.filled], 1 / state.filled)
+        else:
+            ages = (state.observed - 1 - state.stamps[: state.filled]).double()
+            weights = self.beta**ages * state.shares[: state.filled]
+            weights = weights / weights.sum()
+        return weights.repeat_interleave(len(state.gram) // self.window)
+
+    def solve(self, state: WindowState, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+        """One Cholesky factorisation of a matrix with a row for each row of the window."""
+        device = u.device if state.gram is None else state.gram.device
+        ridge = at.problem.ridge_diagonal().to(device, torch.float64)
+        coefficients = ridge[:0] if state.gram is None else self._coefficients(state)
+        count = len(coefficients)
+        gram = None if state.gram is None else state.gram[:count, :count]
+        trace = 0.0 if gram is None else float(gram.diagonal().dot(coefficients))
+        if not isfinite(trace):
+            raise NonFiniteError(
+                "FisherWindow: a gradient in the window holds nan or inf. Lower inner_lr, or look at the inner losses."
+            )
+        damping = resolve_damping(self.damping, ridge, trace / len(ridge))
+        shift = ridge + damping
+        refuse_singular("FisherWindow", shift, observed=state.filled > 0)
+        x = u.to(shift) / shift
+        if gram is not None:
+            low, high = torch.aminmax(shift)
+            blocks = [block.take(slice(0, state.filled)) for block in state.blocks()]
+            if bool(low == high):
+                system = gram / high
+            else:
+                system = torch.zeros_like(gram)
+                for block in blocks:
+                    system += block.gram(block, 1 / shift).view(count, count)
+            x -= self._correction(system, blocks, coefficients, x) / shift
+        x = x.to(u)
+        if not bool(torch.isfinite(x).all()):
+            raise NonFiniteError(
+                "FisherWindow: the solution holds nan or inf. Look at the right-hand side, and raise the damping or the l2."
+            )
+        notes = {"damping": damping, "samples": state.filled, "rows": count}
+        return x, SolveStats(residual=None, hvps=0, converged=True, notes=notes)
+
+    def _correction(self, system: Tensor, blocks: list[AbstractBlock], coefficients: Tensor, z: Tensor) -> Tensor:
+        """R^T sqrt(c) (I + sqrt(c) system sqrt(c))^{-1} sqrt(c) R z, (D,). `system` is overwritten."""
+        root = coefficients.sqrt()
+        system.mul_(root[:, None]).mul_(root)
+        system.diagonal().add_(1.0)
+        factor, info = torch.linalg.cholesky_ex(system)
+        if int(info) != 0:
+            raise InputError(
+                "FisherWindow: the ridge and the damping are lost in rounding beside F. Pass a larger damping, or give the"
+                " problem a larger l2."
+            )
+        pushed = torch.stack([block.times(z) for block in blocks]).sum(0)  # (n, K)
+        y = torch.cholesky_solve((root * pushed.flatten())[:, None], factor)[:, 0]
+        found = torch.zeros_like(z)
+        for block in blocks:
+            block.add_adjoint((root * y).view_as(pushed), found)
+        return found
+
+    def memory(self, theta: Variable) -> int:
+        """The ring, the Gram matrix three times (kept, scaled, factorised) and the pieces of a product.
+
+        What only the data tell is guessed: Linear layers see one place a sample, convolutions keep gradients, and for
+        fisher="exact" the outputs are those of the last Linear layer (one where there is none).
+        """
+        roots = self._roots(theta)
+        numbers = theta.numel * roots
+        leaves = {id(leaf) for leaf in theta.leaves}
+        for layer in _linear(theta) if self.records == "layer" else ():
+            if id(layer.weight) in leaves:
+                width, out = layer.in_features + (id(layer.bias) in leaves), layer.out_features
+                if _factors_pay(1, roots, width, out):
+                    numbers += width + roots * out - roots * width * out
+        itemsize: int = torch.promote_types(theta.dtype, torch.float32).itemsize
+        rows = self.window * roots
+        largest = min(PIECE, max(rows**2, self.window * numbers))
+        return self.window * numbers * itemsize + 8 * (3 * rows**2 + 2 * largest + 4 * theta.numel)
+
+    def _roots(self, theta: Variable) -> int:
+        layers = _linear(theta)
+        return layers[-1].out_features if layers and self.fisher == "exact" else 1
+
+    def cautions(self, theta: Variable) -> list[str]:
+        """Whether the window is too large to be used without asking."""
+        rows = self.window * self._roots(theta)
+        if rows <= MANY_ROWS or self.allow_large:
+            return []
+        return [f"{rows} rows are refused without allow_large=True"]
+
+
+def _linear(theta: Variable) -> list[nn.Linear]:
+    return [] if theta.root is None else [m for m in theta.root.modules() if isinstance(m, nn.Linear)]
+
+
+def _factors_pay(places: int, roots: int, width: int, out: int) -> bool:
+    """Whether a product of two samples costs less from inputs and scores than from gradients; then they are smaller too."""
+    return places**2 * (width + roots**2 * out) <= roots**2 * width * out
+
+
+def _by_sample(rows: Tensor, samples: int) -> Tensor:
+    """(K B, d) -> (B, K, d)."""
+    return rows.reshape(-1, samples, rows.shape[1]).transpose(0, 1)
+
+
+def _layer_news(state: WindowState, record: LayerStatistics) -> _News:
+    plain: list[tuple[int, Tensor]] = []
+    inputs: dict[str, Tensor] = {}
+    scores: dict[str, Tensor] = {}
+    biases: dict[str, int] = {}
+    roots = 1
+    for layer in record.layers:
+        roots, _, places, _, out = layer.scores.shape
+        first = state.gram is None and _factors_pay(places, roots, layer.inputs.shape[-1], out)
+        if first or layer.weight in state.inputs:
+            inputs[layer.weight] = layer.inputs
+            scores[layer.weight] = layer.scores.transpose(0, 1)
+            if layer.bias is not None:
+                biases[layer.weight] = state.starts[layer.bias]
+        else:
+            for name, rows in zip((layer.weight, layer.bias), layer.rows(), strict=True):
+                if name is not None and rows is not None:
+                    plain.append((state.starts[name], _by_sample(rows, record.samples)))
+    if record.other_rows is not None:
+        roots = record.other_rows.shape[0] // record.samples
+        parts = record.other_rows.split([state.sizes[name] for name in record.other_names], dim=1)
+        for name, rows in zip(record.other_names, parts, strict=True):
+            plain.append((state.starts[name], _by_sample(rows, record.samples)))
+    return _News(record.samples, roots, _joined(plain), inputs, scores, biases)
+
+
+def _joined(plain: list[tuple[int, Tensor]]) -> dict[str, Tensor]:
+    """Neighbours in the flat vector as one array, by where they begin."""
+    runs: list[tuple[int, list[Tensor]]] = []
+    end = -1
+    for start, rows in sorted(plain, key=lambda pair: pair[0]):
+        if start == end:
+            runs[-1][1].append(rows)
+        else:
+            runs.append((start, [rows]))
+        end = start + rows.shape[2]
+    return {str(start): torch.cat(rows, dim=2) if len(rows) > 1 else rows[0] for start, rows in runs}
+
+
+def _pairs(state: WindowState, news: _News) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each array of the ring with what is new for it, as many places long."""
+    for name, tensor in news.rows.items():
+        yield state.rows[name], tensor
+    for name in news.inputs:
+        places = state.inputs[name].shape[1]
+        yield state.inputs[name], _lengthened(news.inputs[name], places, dim=1)
+        yield state.scores[name], _lengthened(news.scores[name], places, dim=2)
+
+
+def _fit(state: WindowState, news: _News) -> None:
+    """Make room for longer sequences, and refuse a record that has other parts than the ring."""
+    same = state.rows.keys() == news.rows.keys() and state.inputs.keys() == news.inputs.keys()
+    same = same and all(stored.shape[1:] == news.rows[name].shape[1:] for name, stored in state.rows.items())
+    same = same and all(stored.shape[1] == news.roots for stored in state.scores.values())
+    if not same:
+        raise InputError(
+            "FisherWindow: the layers that inner() calls, or the number of outputs, changed between inner steps. Use"
+            " records='sample' for the former; keep the latter fixed."
+        )
+    for name, tensor in news.inputs.items():
+        places = tensor.shape[1]
+        if places > state.inputs[name].shape[1]:
+            state.inputs[name] = _lengthened(state.inputs[name], places, dim=1)
+            state.scores[name] = _lengthened(state.scores[name], places, dim=2)
+
+
+def _lengthened(tensor: Tensor, places: int, dim: int) -> Tensor:
+    """Zeros for missing places, which add nothing to any product."""
+    missing = places - tensor.shape[dim]
+    return F.pad(tensor, (0, 0, 0, 0, 0, missing)) if missing else tensor
