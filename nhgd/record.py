@@ -183,13 +183,16 @@ class Recorder:
     def step(self, batch: Batch) -> InnerStep:
         """The inner gradient on a batch, at the problem's current theta and v, with its record."""
         problem, theta = self.problem, self.problem.theta
-        v = [leaf.detach() for leaf in problem.v.leaves] if problem.v.root is None else None
         tapping = self.kind in ("layer", "sample")
+        v: Sequence[Tensor] | None = [leaf.detach() for leaf in problem.v.leaves]
+        if problem.v.root is not None:
+            v = problem.v.leaves if tapping else None
         if tapping:
             self._refuse_batchnorm()
         with torch.enable_grad():
             with self._tapped(tapping) as calls:
-                losses = problem.losses(batch, v=v)
+                # Given the leaves, a compiled module is seen uncompiled: it would not know of the hook.
+                losses = problem.losses(batch, theta.leaves if tapping else None, v)
             if self.kind is not None and not losses.per_sample:
                 raise InputError(
                     "Recording curvature needs per-sample losses, but inner() returned a scalar."
@@ -296,7 +299,7 @@ class Recorder:
         # The hook is global because theta may be a dict that the user feeds to functional_call on a module of his own.
         handle = nn.modules.module.register_module_forward_hook(note)
         try:
-            with uncompiled():  # a compiled module would not see the hook
+            with uncompiled():
                 yield calls
         finally:
             handle.remove()

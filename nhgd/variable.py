@@ -112,7 +112,10 @@ class Variable:
 
     @contextmanager
     def view(self, tensors: Sequence[Tensor] | None = None) -> Iterator[Given]:
-        """Yield what the user's functions expect, holding `tensors` in place of the leaves (default: the leaves)."""
+        """Yield what the user's functions expect, holding `tensors` in place of the leaves (default: the leaves).
+
+        A compiled module that is to hold other tensors is yielded uncompiled.
+        """
         if self.root is None:
             tensors = self.leaves if tensors is None else tensors
             yield (
@@ -126,7 +129,7 @@ class Variable:
             return
         try:
             self._put(tensors)
-            yield self.given
+            yield self.root
         finally:
             self._put(self.leaves)
 

@@ -153,13 +153,18 @@ def one(batch: Any, i: int) -> Any:
     return type(batch)(one(item, i) for item in batch)
 
 
+def every(batch: Any, stride: int) -> Any:
+    """The batch of every `stride`-th sample."""
+    return type(batch)(item[::stride] for item in batch)
+
+
 def scores(problem: nhgd.Bilevel, batch: Any) -> Tensor:
     """The gradient of every sample's unweighted loss, (B, D), each from a batch of that sample alone."""
     theta = theta_of(problem).requires_grad_()
     rows = []
     for i in range(len(losses(problem, batch)[0])):
         values, _, _ = losses(problem, one(batch, i), theta)
-        rows.append(torch.autograd.grad(values.sum(), theta)[0])
+        rows.append(torch.autograd.grad(values.sum(), theta, allow_unused=True, materialize_grads=True)[0])
     return torch.stack(rows)
 
 
@@ -325,3 +330,136 @@ def undisturbed(problem: nhgd.Bilevel) -> Iterator[None]:
         assert all(name == other and a is b for (name, a), (other, b) in zip(after, before, strict=True))
     assert [m.training for m in modules] == flags
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def patches(x: Tensor, conv: nn.Conv2d) -> Tensor:
+    """What every place of a convolution's output sees, (B, T, G, in), cut out one by one."""
+    (kh, kw), (sh, sw), (dh, dw), (ph, pw) = conv.kernel_size, conv.stride, conv.dilation, conv.padding
+    x = nn.functional.pad(x, (pw, pw, ph, ph))
+    high, wide = dh * (kh - 1) + 1, dw * (kw - 1) + 1
+    cut = [
+        x[:, :, i : i + high : dh, j : j + wide : dw].reshape(len(x), conv.groups, -1)
+        for i in range(0, x.shape[2] - high + 1, sh)
+        for j in range(0, x.shape[3] - wide + 1, sw)
+    ]
+    return torch.stack(cut, dim=1)
+
+
+def layers(problem: nhgd.Bilevel, batch: Any, exact: bool = False) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Inputs (B, T, G, in), unweighted scores (K, B, T, G, out) and flat positions (G, out, in) of every layer in theta.
+
+    A bias is the last column. Scores are derivatives in zeros that are added to the layer's output: of the sample's loss or,
+    where `exact`, of its outputs along the columns of a root of the loss's Hessian in them.
+    """
+    tensors, start, at = named(problem.theta.given), 0, {}
+    for tensor in tensors.values():
+        at[id(tensor)] = torch.arange(start, start + tensor.numel())
+        start += tensor.numel()
+    trained = [
+        m
+        for m in problem.theta.given.modules()
+        if isinstance(m, (nn.Linear, nn.Conv2d)) and m.weight.requires_grad and id(m.weight) in at
+    ]
+    calls: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {m: [] for m in trained}
+
+    def probe(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        added = torch.zeros_like(output, requires_grad=True)
+        calls[module].append((args[0].detach(), added))
+        return output + added
+
+    roots = _roots(problem, batch) if exact else None
+    places = {m: (at[id(m.weight)], None if m.bias is None else at.get(id(m.bias))) for m in trained}
+    handles = [m.register_forward_hook(probe) for m in trained]
+    values, _, outputs = losses(problem, batch)
+    for handle in handles:
+        handle.remove()
+
+    def score(module: nn.Module, added: Tensor) -> Tensor:
+        scalars = [values] if roots is None else [(outputs * root).reshape(len(values), -1).sum(1) for root in roots]
+        found = []
+        for scalar in scalars:
+            own = [torch.autograd.grad(s, added, retain_graph=True)[0][i] for i, s in enumerate(scalar)]
+            found.append(torch.stack(own))
+        g = torch.stack(found)  # (K, B, ...)
+        if isinstance(module, nn.Conv2d):
+            return g.flatten(3).unflatten(2, (module.groups, -1)).permute(0, 1, 4, 2, 3)
+        return g.reshape(*g.shape[:2], -1, 1, g.shape[-1])
+
+    result = []
+    for module in trained:
+        a = [
+            patches(x, module) if isinstance(module, nn.Conv2d) else x.reshape(len(x), -1, 1, x.shape[-1])
+            for x, _ in calls[module]
+        ]
+        inputs = torch.cat(a, dim=1)
+        scores = torch.cat([score(module, added) for _, added in calls[module]], dim=2)
+        weight, bias = places[module]
+        positions = weight.reshape(inputs.shape[2], -1, inputs.shape[3])
+        if bias is not None:
+            inputs = torch.cat([inputs, torch.ones_like(inputs[..., :1])], dim=3)
+            positions = torch.cat([positions, bias.reshape(*positions.shape[:2], 1)], dim=2)
+        result.append((inputs, scores, positions))
+    return result
+
+
+def _roots(problem: nhgd.Bilevel, batch: Any) -> Tensor:
+    """Columns r_ik with sum_k r_ik r_ik^T = the Hessian of the loss in the outputs of sample i, (K, B, ...)."""
+    values, vectors = torch.linalg.eigh(output_hessians(problem, batch))
+    shape = losses(problem, batch)[2].shape
+    return (vectors * values.clamp_min(0).sqrt()[:, None, :]).permute(2, 0, 1).reshape(-1, *shape).detach()
+
+
+def kronecker_factors(problem: nhgd.Bilevel, batch: Any, exact: bool = False) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """For every group of every layer: sum_i w_i a a^T / T, sum_i w_i g g^T, both over B, and its flat positions (out, in)."""
+    w = losses(problem, batch)[1].detach()
+    return [
+        (
+            torch.einsum("b,bti,btj->ij", w, a[:, :, n], a[:, :, n]) / (len(w) * a.shape[1]),
+            torch.einsum("b,kbto,kbtp->op", w, g[:, :, :, n], g[:, :, :, n]) / len(w),
+            at[n],
+        )
+        for a, g, at in layers(problem, batch, exact)
+        for n in range(a.shape[2])
+    ]
+
+
+def kfac(
+    problem: nhgd.Bilevel, batches: Sequence[Any], shares: Sequence[float] = (1.0,), exact: bool = False
+) -> Tensor:
+    """K-FAC's matrix, (D, D), without the ridge, from factors averaged over batches with the given shares.
+
+    Parameters outside the layers have blocks of their own, cut out of the Fisher matrix.
+    """
+    weight = sum(s * losses(problem, batch)[1].detach().mean() for s, batch in zip(shares, batches, strict=True))
+    every = [kronecker_factors(problem, batch, exact) for batch in batches]
+    found = blocks(problem, batches, shares, exact)
+    for of_layer in zip(*every, strict=True):
+        a = sum(s * factor[0] for s, factor in zip(shares, of_layer, strict=True))
+        g = sum(s * factor[1] for s, factor in zip(shares, of_layer, strict=True)) / (weight if weight > 0 else 1.0)
+        at = of_layer[0][2].reshape(-1)
+        found[at[:, None], at] = torch.kron(g, a)
+    return found
+
+
+def ekfac(problem: nhgd.Bilevel, batch: Any, exact: bool = False) -> Tensor:
+    """EKFAC's matrix, (D, D), without the ridge: in K-FAC's eigenbasis, the diagonal of the Fisher matrix."""
+    whole = ggn(problem, batch) if exact else fisher(problem, batch)
+    found = blocks(problem, [batch], (1.0,), exact)
+    for a, g, at in kronecker_factors(problem, batch, exact):
+        basis = torch.kron(torch.linalg.eigh(g)[1], torch.linalg.eigh(a)[1])
+        at = at.reshape(-1)
+        diagonal = (basis.T @ whole[at[:, None], at] @ basis).diagonal()
+        found[at[:, None], at] = basis @ torch.diag(diagonal) @ basis.T
+    return found
+
+
+def blocks(problem: nhgd.Bilevel, batches: Sequence[Any], shares: Sequence[float], exact: bool = False) -> Tensor:
+    """The Fisher matrix within each parameter outside the layers, zero elsewhere, (D, D)."""
+    whole = sum(s * (ggn if exact else fisher)(problem, b) for s, b in zip(shares, batches, strict=True))
+    found, start = torch.zeros_like(whole), 0
+    for size in [t.numel() for t in named(problem.theta.given).values()]:
+        place = slice(start, start := start + size)
+        found[place, place] = whole[place, place]
+    for _, _, positions in layers(problem, batches[0]):
+        found[positions.reshape(-1)] = 0.0
+    return found
