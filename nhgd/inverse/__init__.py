@@ -8,9 +8,12 @@ from __future__ import annotations
 from nhgd.errors import InputError
 from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.inverse.cg import CG
+from nhgd.inverse.ekfac import EKFAC
 from nhgd.inverse.exact import Exact
+from nhgd.inverse.fisher_diagonal import FisherDiagonal
 from nhgd.inverse.fixed_point import FixedPoint
 from nhgd.inverse.identity import Identity
+from nhgd.inverse.kfac import KFAC
 from nhgd.inverse.neumann import Neumann
 from nhgd.registry import Registry
 
@@ -36,9 +39,12 @@ def resolve(inverse: str | AbstractInverse) -> AbstractInverse:
 
 __all__ = [
     "CG",
+    "EKFAC",
     "INVERSES",
+    "KFAC",
     "AbstractInverse",
     "Exact",
+    "FisherDiagonal",
     "FixedPoint",
     "Identity",
     "Neumann",

@@ -1,0 +1,108 @@
+"""EKFAC: K-FAC's eigenbasis with the right variances in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from nhgd.errors import InputError
+from nhgd.inverse.kronecker import AbstractKronecker, Basis, KroneckerState
+from nhgd.inverse.statistics import merge, second_moments
+from nhgd.record import LayerStatistics
+from nhgd.variable import Variable
+
+
+@dataclass
+class EKFACState(KroneckerState):
+    """K-FAC's state with the second moments of the gradients in the kept eigenbasis, (G, out, in) for each layer."""
+
+    moments: dict[str, Tensor] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True)
+class EKFAC(AbstractKronecker):
+    """EKFAC: K-FAC's eigenbasis, with the second moments of per-sample gradients in place of its eigenvalues.
+
+    With Q_A and Q_G the eigenvectors of K-FAC's factors and S_i = sum_t g_it a_it^T the gradient of sample i:
+
+        M = mean_i w_i (Q_G^T S_i Q_A)^2            entry by entry
+        X = Q_G [ (Q_G^T U Q_A) / (M + 2 l2 + damping) ] Q_A^T
+
+    M is the diagonal of the layer's Fisher matrix in that basis, so no other diagonal is nearer to it in the Frobenius
+    norm, and its trace is exact. No per-sample gradient is formed for layers that see one place.
+
+    The basis has to exist when the moments are taken. It is made at the first observation, and again at every multiple of
+    `invert_every`, from the running factors. M is then carried over: it becomes the diagonal, in the new basis, of the
+    matrix that it stood for in the old one,
+
+        M <- (R_G * R_G) M (R_A * R_A)^T,    R_A = Q_A_new^T Q_A_old,   R_G = Q_G_new^T Q_G_old
+
+    which keeps its trace, and keeps M itself where the eigenvectors only changed their order or signs. After one batch M
+    is exact; after several it is exact as long as the basis stayed the same.
+
+    Args:
+        damping, beta, fisher, factor_every, overhead, dense_limit, dtype: as in `KFAC`.
+        invert_every: observations from one basis to the next.
+
+    >>> EKFAC().invert_every
+    10
+
+    References: T. George et al., Fast approximate natural gradient descent in a Kronecker-factored eigenbasis, 2018,
+    algorithm 1.
+
+    Deviations: 1. The moments are carried over to a new basis, where the paper starts them again, because a solve may come
+    at any step. 2. They are weighted like K-FAC's factors, and running means with bias correction.
+    """
+
+    name: ClassVar[str] = "ekfac"
+    invert_every: int | None = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.invert_every is None:
+            raise InputError(
+                "EKFAC: invert_every must be a number, because the eigenbasis has to exist while moments are taken in it."
+            )
+
+    def _empty(self, starts: dict[str, int], sizes: dict[str, int]) -> EKFACState:
+        return EKFACState(starts, sizes)
+
+    def _refreshed(self, state: EKFACState, record: LayerStatistics, rate: float) -> EKFACState:
+        bases, moments = dict(state.bases), dict(state.moments)
+        due = self._due(state)
+        for name in state.inputs:
+            if due or name not in bases:
+                old, new = bases.get(name), self.decomposed(state, name)
+                bases[name] = new._asdict()
+                if old is not None:
+                    moments[name] = _carried(moments[name], Basis(**old), new)
+        batch = {}
+        for layer in record.layers:
+            basis = Basis(**bases[layer.weight])
+            a, g = layer.inputs.to(basis.input_values.dtype), layer.scores.to(basis.input_values.dtype)
+            a = torch.einsum("btgi,gij->btgj", a, basis.input_vectors)
+            g = torch.einsum("kbtgo,gop->kbtgp", g, basis.score_vectors)
+            batch[layer.weight] = second_moments(a, g) / record.samples
+        return replace(state, bases=bases, moments=merge(moments, batch, rate))
+
+    def _trace(self, state: EKFACState, layer: str) -> Tensor:
+        return state.moments[layer].sum()
+
+    def _spectrum(self, state: EKFACState, layer: str) -> tuple[Basis, Tensor]:
+        return Basis(**state.bases[layer]), state.moments[layer]
+
+    def memory(self, theta: Variable) -> int:
+        """As K-FAC with kept eigenvectors, and the moments, twice while a batch is folded in."""
+        size = (self.dtype or torch.promote_types(theta.dtype, torch.float32)).itemsize
+        return super().memory(theta) + 2 * size * theta.numel
+
+
+def _carried(moments: Tensor, old: Basis, new: Basis) -> Tensor:
+    """The diagonal in the new basis of the matrix that is diagonal, with `moments`, in the old one."""
+    r_a = (new.input_vectors.mT @ old.input_vectors).square()
+    r_g = (new.score_vectors.mT @ old.score_vectors).square()
+    return r_g @ moments @ r_a.mT

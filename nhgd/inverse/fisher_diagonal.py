@@ -1,0 +1,128 @@
+"""The diagonal of the Fisher matrix, learnt online."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from nhgd.errors import InputError
+from nhgd.inverse.base import AbstractInverse, SolveStats
+from nhgd.inverse.damping import resolve_damping
+from nhgd.inverse.state import State
+from nhgd.inverse.statistics import check_invertible, check_statistics, second_moments, step_of_mean
+from nhgd.point import Point
+from nhgd.record import FisherKind, InnerRecord, LayerStatistics, RecordKind
+from nhgd.variable import Variable
+
+
+@dataclass
+class FisherDiagonalState(State):
+    """The running mean of the squared gradients, (D,), its mass, and where each leaf of theta lies in it."""
+
+    diagonal: Tensor
+    starts: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    mass: float = 0.0
+
+
+@final
+@dataclass(frozen=True)
+class FisherDiagonal(AbstractInverse):
+    """The diagonal of the Fisher matrix, a running mean over the inner steps.
+
+        f <- mean of mean_i w_i s_i^2 over the batches, entry by entry
+        x  = u / (f + 2 l2 + damping)
+
+    s_i is the gradient of sample i. It is not formed for layers that see one place: there the mean of the squares is a
+    product of squared scores and squared inputs.
+
+    Args:
+        damping: added to the diagonal, beside the ridge 2 l2. None: nothing where the ridge is positive everywhere, else
+            1e-3 of the mean of f. `notes["damping"]` says what was used.
+        beta: how slowly batches fade from the running mean, in [0, 1), with bias correction; None: never, and every
+            sample observed counts the same.
+        fisher: "empirical", "exact" (expectation over the model's own labels) or "sampled".
+        dtype: of the statistics; None: theta's, at least float32.
+
+    >>> FisherDiagonal(beta=None).records
+    'layer'
+
+    References: S. Becker, Y. LeCun, Improving the convergence of back-propagation learning with second order methods,
+    1988, section 3 (a diagonal in place of the matrix); J. Martens, New insights and perspectives on the natural gradient
+    method, 2020, section 13 (the diagonal empirical Fisher matrix).
+
+    Deviations: 1. The mean of squared gradients of samples, not the square of the mean gradient of a batch that Adam
+    uses, because the latter is smaller by the batch size.
+    """
+
+    name: ClassVar[str] = "fisher_diagonal"
+    damping: float | None = None
+    beta: float | None = 0.95
+    fisher: FisherKind = "empirical"
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_statistics("FisherDiagonal", self.damping, self.beta, self.fisher, self.dtype)
+
+    @property
+    def records(self) -> RecordKind | None:
+        """Inputs and scores of the layers."""
+        return "layer"
+
+    def _precision(self, theta: Variable) -> torch.dtype:
+        return self.dtype or torch.promote_types(theta.dtype, torch.float32)
+
+    def init(self, theta: Variable) -> FisherDiagonalState:
+        """Nothing observed."""
+        places = theta.slices()
+        return FisherDiagonalState(
+            torch.zeros(theta.numel, dtype=self._precision(theta), device=theta.device),
+            starts={name: place.start for name, place in places.items()},
+            sizes={name: place.stop - place.start for name, place in places.items()},
+        )
+
+    @torch.no_grad()
+    def observe(self, state: Any, record: InnerRecord) -> FisherDiagonalState:
+        """Fold the batch into the running mean; the state that was given stays as it was."""
+        assert isinstance(record, LayerStatistics)
+        batch = torch.zeros_like(state.diagonal)
+
+        def put(name: str, values: Tensor) -> None:
+            batch[state.starts[name] : state.starts[name] + state.sizes[name]] = values.reshape(-1) / record.samples
+
+        for layer in record.layers:
+            squares = second_moments(layer.inputs.to(batch.dtype), layer.scores.to(batch.dtype))  # (G, out, in)
+            if layer.bias is not None:
+                put(layer.bias, squares[..., -1])
+                squares = squares[..., :-1]
+            put(layer.weight, squares)
+        if record.other_rows is not None:
+            squares = record.other_rows.to(batch.dtype).square().sum(0)
+            sizes = [state.sizes[name] for name in record.other_names]
+            for name, values in zip(record.other_names, squares.split(sizes), strict=True):
+                put(name, values)
+        rate, mass = step_of_mean(state.mass, self.beta, record.samples)
+        return FisherDiagonalState(state.diagonal.lerp(batch, rate), state.starts, state.sizes, mass)
+
+    @torch.no_grad()
+    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+        """One division."""
+        if state.mass == 0:
+            raise InputError(
+                "FisherDiagonal has observed no inner step yet, so there is nothing to invert. Run an inner step first, or"
+                " give inner_data."
+            )
+        ridge = at.problem.ridge_diagonal().to(state.diagonal.dtype)
+        damping = resolve_damping(self.damping, ridge, float(state.diagonal.mean()))
+        entries = state.diagonal + ridge + damping
+        if not bool((ridge + damping > 0).all()):
+            check_invertible("FisherDiagonal", "theta", entries)
+        x = (u.to(entries.dtype) / entries).to(u.dtype)
+        return x, SolveStats(None, 0, True, {"damping": damping})
+
+    def memory(self, theta: Variable) -> int:
+        """The mean, the batch's own, the sum with the ridge, and x."""
+        return 4 * theta.numel * self._precision(theta).itemsize

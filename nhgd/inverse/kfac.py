@@ -1,0 +1,124 @@
+"""K-FAC: the Fisher matrix of a layer as one Kronecker product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, final, get_args
+
+import torch
+from torch import Tensor
+
+from nhgd.errors import InputError, unknown
+from nhgd.inverse.kronecker import AbstractKronecker, Basis, KroneckerState, Solver
+from nhgd.inverse.statistics import check_invertible
+from nhgd.record import LayerStatistics
+
+KFACSolver = Literal["eigen", "cholesky"]
+
+
+@final
+@dataclass(frozen=True)
+class KFAC(AbstractKronecker):
+    """K-FAC: one Kronecker product for each Linear or Conv2d layer, learnt from the inner steps.
+
+    For a layer with inputs a (a 1 appended for its bias) and scores g (derivatives of the loss in its output), at T
+    places in a sequence or image, over samples i with weights w_i:
+
+        A = mean_i (1/T) sum_t w_i a_it a_it^T
+        G = sum_i sum_t w_i g_it g_it^T / sum_i w_i
+        F_layer ~ A (x) G
+
+    and running means of mean_i w_i a a^T, mean_i w_i g g^T and mean_i w_i over the batches. The solve is exact for this
+    matrix, ridge and damping included, by A = Q_A diag(a) Q_A^T and G = Q_G diag(g) Q_G^T:
+
+        X = Q_G [ (Q_G^T U Q_A) / (g a^T + 2 l2 + damping) ] Q_A^T
+
+    With one sample and one place F_layer is exact. A layer that is called several times counts every call as a place; a
+    grouped convolution has a pair of factors for each group. A parameter outside such layers gets a block of its own,
+    dense up to `dense_limit` entries and diagonal above; `notes["others"]` says which. A ridge that differs within a
+    layer enters as its mean over the layer, and `notes["ridge"]` says so.
+
+    Args:
+        damping: added to the diagonal, beside the ridge 2 l2. None: nothing where the ridge is positive everywhere, else
+            1e-3 of the mean diagonal of F. `notes["damping"]` says what was used.
+        beta: how slowly batches fade from the running means, in [0, 1), with bias correction; None: never, and every
+            sample observed counts the same.
+        fisher: "empirical", "exact" (expectation over the model's own labels) or "sampled".
+        factor_every: inner steps from one record to the next.
+        invert_every: None: eigendecompositions are made in each solve, of the factors as they are then. A number: they are
+            made at the first and at every so many observations, kept in the state, and a solve uses those.
+        overhead: the share of an inner step's time that both may take; `with_periods` turns it into the two periods.
+        dense_limit: the largest parameter outside the layers that gets a dense block.
+        dtype: of the statistics; None: of the layers' numbers (theta's dtype, outside of autocast), at least float32.
+        solver: "eigen" as above, or "cholesky": (A + pi sqrt(d) I) (x) (G + sqrt(d) / pi I) in place of
+            A (x) G + d I, with d = 2 l2 + damping and pi^2 = (tr A / dim A) / (tr G / dim G). It needs no
+            eigendecomposition, and its ridge is not exact.
+
+    >>> KFAC(overhead=0.5).with_periods(inner_seconds=1e-3, factor_seconds=1e-3, invert_seconds=4e-3).factor_every
+    6
+
+    References: J. Martens, R. Grosse, Optimizing neural networks with Kronecker-factored approximate curvature, 2015,
+    sections 3 and 6.3; R. Grosse, J. Martens, A Kronecker-factored approximate Fisher matrix for convolution layers, 2016;
+    R. Eschenhagen et al., Kronecker-factored approximate curvature for modern neural network architectures, 2023,
+    section 3.2 (expand).
+
+    Deviations: 1. The damping of the default solver is Tikhonov's and exact, not factored, because a hypergradient needs
+    the right scale. 2. A sample is what one loss belongs to, so the empirical Fisher matrix of a sequence model sums the
+    scores of its tokens into one gradient, and is not that of the tokens taken as samples. 3. The momentum, rescaling and
+    adaptive damping of the optimiser are left out: they are not about the matrix.
+    """
+
+    name: ClassVar[str] = "kfac"
+    solver: KFACSolver = "eigen"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.solver not in get_args(KFACSolver):
+            raise unknown("solver of KFAC", self.solver, get_args(KFACSolver))
+        if self.solver == "cholesky" and (self.invert_every is not None or self.overhead is not None):
+            raise InputError(
+                "KFAC: solver='cholesky' factorises with the ridge of each solve, so nothing can be kept from one solve to"
+                " the next. Leave invert_every and overhead at None, or use solver='eigen'."
+            )
+
+    def _empty(self, starts: dict[str, int], sizes: dict[str, int]) -> KroneckerState:
+        return KroneckerState(starts, sizes)
+
+    def _refreshed(self, state: KroneckerState, record: LayerStatistics, rate: float) -> KroneckerState:
+        if not self._due(state):
+            return state
+        return replace(state, bases={layer: self.decomposed(state, layer)._asdict() for layer in state.inputs})
+
+    def _trace(self, state: KroneckerState, layer: str) -> Tensor:
+        a, g = (factor.diagonal(dim1=1, dim2=2).sum(1) for factor in state.factors(layer))
+        return (a * g).sum()
+
+    def _spectrum(self, state: KroneckerState, layer: str) -> tuple[Basis, Tensor]:
+        kept = state.bases.get(layer) if self.invert_every is not None else None
+        basis = self.decomposed(state, layer) if kept is None else Basis(**kept)
+        return basis, basis.score_values[:, :, None] * basis.input_values[:, None, :]
+
+    def _layer_solver(self, state: KroneckerState, layer: str, extra: float) -> Solver:
+        if self.solver == "eigen":
+            return super()._layer_solver(state, layer, extra)
+        a, g = state.factors(layer)
+        mean_a, mean_g = (factor.diagonal(dim1=1, dim2=2).mean(1) for factor in (a, g))
+        both = (mean_a > 0) & (mean_g > 0)
+        pi = torch.where(both, (mean_a / torch.where(both, mean_g, 1.0)).sqrt(), 1.0)
+        root_a = self._cholesky(layer, a, extra**0.5 * pi)
+        root_g = self._cholesky(layer, g, extra**0.5 / pi)
+        return lambda b: torch.cholesky_solve(torch.cholesky_solve(b, root_g).mT, root_a).mT
+
+    def _cholesky(self, layer: str, factor: Tensor, shift: Tensor) -> Tensor:
+        """The Cholesky factor of a Kronecker factor, (G, n, n), with a number for each group, (G,), on its diagonal."""
+        damped = factor + shift[:, None, None] * torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
+        if not bool((shift > 0).all()):
+            check_invertible("KFAC", layer, torch.linalg.eigvalsh(damped))
+        lower: Tensor
+        lower, info = torch.linalg.cholesky_ex(damped)
+        if bool((info != 0).any()):
+            raise InputError(
+                f"KFAC: a factor of {layer!r} is not positive definite to working precision. Use solver='eigen', more"
+                " damping, or dtype=torch.float64."
+            )
+        return lower

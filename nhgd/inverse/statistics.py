@@ -1,0 +1,82 @@
+"""Running statistics of the Fisher matrix: what the inverses that keep them agree on."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from nhgd.errors import InputError, not_negative, unknown
+from nhgd.record import FisherKind
+
+
+def check_statistics(
+    owner: str, damping: float | None, beta: float | None, fisher: str, dtype: torch.dtype | None
+) -> None:
+    """Refuse settings that no running statistic can work with."""
+    if damping is not None:
+        not_negative(owner, damping=damping)
+    if beta is not None and not 0 <= beta < 1:
+        raise InputError(
+            f"{owner}: beta must be at least 0 and below 1, got {beta}. Use beta=None for a plain average over everything"
+            " observed."
+        )
+    if fisher not in get_args(FisherKind):
+        raise unknown("Fisher matrix", fisher, get_args(FisherKind))
+    if dtype not in (None, torch.float32, torch.float64):
+        raise InputError(f"{owner}: dtype must be torch.float32 or torch.float64, got {dtype}.")
+
+
+def step_of_mean(mass: float, beta: float | None, samples: int) -> tuple[float, float]:
+    """How far a running mean moves towards the next batch, and the mass it then has.
+
+    With beta None every sample counts the same. Otherwise every batch does, and batches fade by beta: moving by
+    (1 - beta) / (1 - beta^n) at the n-th batch is the moving average with its bias corrected. It is exact after one.
+
+    >>> rate, mass = step_of_mean(0.0, 0.5, samples=8)
+    >>> rate, round(step_of_mean(mass, 0.5, samples=8)[0], 3)
+    (1.0, 0.667)
+    """
+    gain, kept = (float(samples), mass) if beta is None else (1 - beta, beta * mass)
+    return gain / (kept + gain), kept + gain
+
+
+def merge(means: dict[str, Tensor], batch: dict[str, Tensor], rate: float) -> dict[str, Tensor]:
+    """Running means moved towards a batch, as new tensors. What only one of the two holds was zero in the other."""
+    found = {n: mean.lerp(batch[n], rate) if n in batch else mean * (1 - rate) for n, mean in means.items()}
+    return found | {n: value * rate for n, value in batch.items() if n not in means}
+
+
+def check_invertible(owner: str, name: str, diagonal: Tensor) -> None:
+    """Stop before dividing by eigenvalues, or diagonal entries, that are zero up to rounding."""
+    low, high = (float(d) for d in diagonal.aminmax()) if diagonal.numel() else (1.0, 1.0)
+    if not low > diagonal.shape[-1] * torch.finfo(diagonal.dtype).eps * high:
+        raise InputError(
+            f"{owner}: the Fisher matrix of {name!r} is singular (smallest entry {low:.2g}, largest {high:.2g}) and nothing"
+            " is added to it. Set damping, give the problem an l2, or observe samples whose weights are not all 0."
+        )
+
+
+def second_moments(inputs: Tensor, scores: Tensor, limit: int = 2**24) -> Tensor:
+    """sum_ki s_ki^2 of a layer, (G, out, in), where s_ki = sum_t scores[k, i, t] outer inputs[i, t].
+
+    No gradient of a sample is formed where there is one place only; with more, as many samples at a time as fit into
+    `limit` numbers.
+
+    Args:
+        inputs: (B, T, G, in).
+        scores: (K, B, T, G, out).
+    """
+    samples, places, groups, columns = inputs.shape
+    out = scores.shape[-1]
+    if places == 1:
+        squares = scores.square().sum(0)[:, 0]  # (B, G, out)
+        return torch.einsum("bgo,bgi->goi", squares, inputs[:, 0].square())
+    total = inputs.new_zeros(groups, out, columns)
+    chunk = max(1, limit // (groups * out * columns))
+    for column in scores:
+        for some in range(0, samples, chunk):
+            s, a = column[some : some + chunk], inputs[some : some + chunk]
+            total += torch.einsum("btgo,btgi->bgoi", s, a).square_().sum(0)
+    return total
