@@ -1,0 +1,307 @@
+"""What a problem accepts, evaluates and refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import nhgd
+from nhgd.point import Point
+from tests import oracles
+from tests.catalogue import PROBLEMS, Make, batchnorm_train, mlp_module, normal, plain_tensor, weighted_logistic
+
+X, Y = torch.ones(4, 3, dtype=torch.float64), torch.arange(4, dtype=torch.float64)
+
+
+def close(a: Any, b: Any) -> None:
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def problem(inner: Any = None, outer: Any = None, **options: Any) -> nhgd.Bilevel:
+    """Least squares with one number as v, with the part under test replaced."""
+    given = {"theta": normal(3), "v": normal()} | options
+    return nhgd.Bilevel(
+        inner or (lambda theta, v, batch: (batch[0] @ theta - batch[1]).square() * v.exp()),
+        outer or (lambda theta, v, batch: (batch[0] @ theta - batch[1]).square().mean()),
+        **given,
+    )
+
+
+@pytest.mark.parametrize("make", PROBLEMS, ids=lambda make: make.__name__)
+def test_the_objective_is_the_weighted_mean_plus_the_ridge(make: Make) -> None:
+    made, inner_batch, outer_batch = make()
+    with oracles.undisturbed(made), made.guarded():
+        close(made.objective(inner_batch), oracles.objective(made, inner_batch))
+        close(made.outer_value(outer_batch), oracles.outer(made, outer_batch))
+        close(made.ridge_diagonal(), 2 * oracles.ridge(made).detach())
+
+
+@pytest.mark.parametrize("make", PROBLEMS, ids=lambda make: make.__name__)
+def test_validation_disturbs_nothing(make: Make) -> None:
+    made, inner_batch, outer_batch = make()
+    with oracles.undisturbed(made):
+        made.validate(inner_batch, outer_batch)
+
+
+@pytest.mark.parametrize("make", PROBLEMS, ids=lambda make: make.__name__)
+def test_other_leaves_are_seen(make: Make) -> None:
+    made, batch, _ = make()
+    theta, v = normal(made.theta.numel), normal(made.v.numel)
+    with oracles.undisturbed(made), made.guarded():
+        found = made.objective(batch, made.theta.unflatten(theta), made.v.unflatten(v))
+    close(found, oracles.objective(made, batch, theta, v))
+
+
+def test_weights_are_not_normalised() -> None:
+    weights = torch.tensor([0.0, 1, 2, 5], dtype=torch.float64)
+    made = problem(lambda theta, v, batch: (theta.sum().expand(4), weights))
+    close(made.losses((X, Y)).mean(), 2 * made.theta.given.sum())
+
+
+@pytest.mark.parametrize("returned", ["tensor", "tuple", "losses"])
+def test_three_ways_to_return_losses(returned: str) -> None:
+    def inner(theta: Tensor, v: Tensor, batch: Any) -> Any:
+        values = (batch[0] @ theta - batch[1]).square()
+        weights = torch.full((4,), 2.0, dtype=torch.float64) * v.exp()
+        return {
+            "tensor": weights * values,
+            "tuple": (values, weights),
+            "losses": nhgd.Losses(values, weights),
+        }[returned]
+
+    made = problem(inner)
+    expected = 2 * made.v.given.exp() * (X @ made.theta.given - Y).square().mean()
+    close(made.objective((X, Y)).detach(), expected)
+
+
+# The ridge.
+
+
+@pytest.mark.parametrize(
+    "l2",
+    [
+        lambda v: v["scalar"],
+        lambda v: {"w": v["w"], "b": v["b"]},
+        lambda v: {"w": v["scalar"], "b": v["b"]},
+        lambda v: {"w": v["b"][0, 0].expand(2, 3), "b": v["scalar"].reshape(1)},
+    ],
+)
+def test_the_ridge_as_a_function(l2: Any) -> None:
+    theta = {"w": normal(2, 3), "b": normal(1, 1)}
+    v = {"scalar": normal().exp(), "w": normal(2, 3).exp(), "b": normal(1, 1).exp()}
+    made = nhgd.Bilevel(lambda theta, v, batch: theta["w"].sum(1), lambda theta, v, batch: 0.0, theta, v, l2)
+    tree = l2(v) if isinstance(l2(v), dict) else {"w": l2(v), "b": l2(v)}
+    close(made.ridge().detach(), (tree["w"] * theta["w"] ** 2).sum() + (tree["b"] * theta["b"] ** 2).sum())
+    close(made.ridge_diagonal(), 2 * oracles.ridge(made).detach())
+    gradient = torch.autograd.grad(made.ridge(), made.theta.leaves)
+    close(oracles.join(gradient), 2 * oracles.ridge(made).detach() * oracles.theta_of(made))
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_a_ridge_that_is_no_ridge(bad: float) -> None:
+    with pytest.raises(nhgd.InputError, match="l2 must be a number of at least 0 or a function of v"):
+        problem(l2=bad)
+
+
+@pytest.mark.parametrize(
+    ("l2", "sentence"),
+    [
+        (lambda v: {"a": v}, r"missing \['w', 'b'\], unknown \['a'\]"),
+        (lambda v: {"w": v.expand(5), "b": v}, r"l2\(v\) has shape \(5,\) for 'w', which has shape \(2, 3\)"),
+        (lambda v: v.expand(2), "must return a scalar Tensor, or one tensor for each parameter"),
+        (lambda v: 1.0, "must return a scalar Tensor"),
+    ],
+)
+def test_a_ridge_of_the_wrong_shape(l2: Any, sentence: str) -> None:
+    made = problem(theta={"w": normal(2, 3), "b": normal(1)}, l2=l2)
+    with pytest.raises(nhgd.InputError, match=sentence):
+        made.ridge()
+
+
+# Refusals of what the functions return.
+
+
+@pytest.mark.parametrize(
+    ("inner", "sentence"),
+    [
+        (lambda t, v, b: (b[0] @ t)[:, None], r"losses of shape \(4, 1\)"),
+        (lambda t, v, b: b[0] * t * v, r"losses of shape \(4, 3\).*reduction='none'"),
+        (lambda t, v, b: (b[0] @ t)[:3] * v, "returned 3 losses for a batch of 4 samples"),
+        (lambda t, v, b: ((b[0] @ t), v.expand(3)), r"weights of shape \(3,\) for losses of shape \(4,\)"),
+        (lambda t, v, b: ((b[0] @ t), v.expand(4, 1)), r"weights of shape \(4, 1\)"),
+        (lambda t, v, b: ((b[0] @ t), 0.5), "weights of shape float"),
+        (lambda t, v, b: ((b[0] @ t).mean(), v), "Weights need one loss for each sample"),
+        (lambda t, v, b: ((b[0] @ t), -v.exp().expand(4)), r"weight of sample 0 of the batch is -.*project_v=\(0, 1\)"),
+        (lambda t, v, b: None, "returned a NoneType"),
+        (lambda t, v, b: [b[0] @ t], "returned a list"),
+        (lambda t, v, b: torch.arange(4), "must return floating-point losses"),
+        (lambda t, v, b: nhgd.Losses(b[0] @ t, outputs=t), r"Losses.outputs has shape \(3,\)"),
+        (lambda t, v, b: (b[0] @ t) * v / (b[1] - 2).abs().sqrt(), "inner loss is (-?inf|nan) for sample 2"),
+        (lambda t, v, b: ((b[0] @ t), v / (b[1] - 1)), "inner weight is (-?inf|nan) for sample 1"),
+        (lambda t, v, b: (b[0] @ t.detach()) * v, "inner loss does not depend on theta.*without .detach"),
+        (lambda t, v, b: b[1] + v.detach(), "inner loss does not depend on theta"),
+        (lambda t, v, b: (b[0] @ t).square(), "v enters neither the inner nor the outer problem"),
+        (lambda t, v, b: (b[0] @ t - b[0] @ t).abs().sqrt() + v, "finite, but its gradient holds nan or inf"),
+    ],
+)
+@pytest.mark.parametrize("l2", [0.0, 0.1])
+def test_refusals_of_the_inner_function(inner: Any, sentence: str, l2: float) -> None:
+    with pytest.raises(nhgd.InputError, match=sentence):
+        problem(inner, l2=l2).validate((X, Y), (X, Y))
+
+
+@pytest.mark.parametrize(
+    ("outer", "sentence"),
+    [
+        (lambda t, v, b: b[0] @ t, r"outer\(\) returned a tensor of shape \(4,\).*.mean\(\)"),
+        (lambda t, v, b: 1.0, r"outer\(\) returned a float"),
+        (lambda t, v, b: t.sum() / 0, "outer loss is (-?inf|nan) at the starting point"),
+        (lambda t, v, b: (0 * t).norm(), "never"),
+    ],
+)
+def test_refusals_of_the_outer_function(outer: Any, sentence: str) -> None:
+    made = problem(outer=outer)
+    if sentence == "never":  # the gradient of a norm at 0 is taken as 0 by torch
+        made.validate((X, Y), (X, Y))
+        return
+    with pytest.raises(nhgd.InputError, match=sentence):
+        made.validate((X, Y), (X, Y))
+
+
+def test_v_may_enter_anywhere() -> None:
+    plain: Any = lambda t, v, b: (b[0] @ t - b[1]).square()  # noqa: E731
+    problem(plain, l2=lambda v: v.exp()).validate((X, Y), (X, Y))
+    problem(plain, lambda t, v, b: t.sum() * v).validate((X, Y), (X, Y))
+    problem().validate((X, Y), (X, Y))
+
+
+def test_a_bad_batch_is_named_with_its_row() -> None:
+    bad = X.clone()
+    bad[2, 1] = float("nan")
+    with pytest.raises(nhgd.InputError, match=r"The inner batch holds nan or inf: tensor \[0\], row 2"):
+        problem().validate((bad, Y), (X, Y))
+    with pytest.raises(nhgd.InputError, match=r"The outer batch holds nan or inf: tensor \['x'\], row 2"):
+        problem().validate((X, Y), {"x": bad, "y": Y})
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda t, v, b: (b[0] @ t - b[1]).square() * v,  # torch fails to broadcast
+        lambda t, v, b: (b[0] @ t).square() * v,  # y is not used at all
+    ],
+)
+def test_uneven_batches(inner: Any) -> None:
+    with pytest.raises(nhgd.InputError, match=r"different lengths: \[0\] has 4 rows, \[1\] has 3 rows"):
+        problem(inner).validate((X, Y[:3]), (X, Y))
+
+
+def test_errors_of_the_users_own_pass_through() -> None:
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        problem(lambda t, v, b: b[0] @ t[:2] * v).validate((X, Y), (X, Y))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"likelihood": "categoric"}, {"likelihood": "softmax"}],
+)
+def test_an_unknown_likelihood(options: Any) -> None:
+    with pytest.raises(
+        nhgd.InputError, match=r"There is no likelihood called .* Known: bernoulli, categorical, gaussian"
+    ):
+        problem(**options)
+    with pytest.raises(nhgd.InputError, match="Did you mean 'categorical'"):
+        problem(likelihood="categoric")
+
+
+def test_theta_and_v_need_memory_of_their_own() -> None:
+    both = normal(3)
+    with pytest.raises(nhgd.InputError, match="theta and v share the memory of 'v'"):
+        problem(theta=both, v=both)
+    with pytest.raises(nhgd.InputError, match="theta and v share the memory of 'scale'"):
+        problem(theta={"w": both}, v={"scale": both.view(3)})
+    net = nn.Linear(2, 2)
+    with pytest.raises(nhgd.InputError, match="share the memory of 'weight'"):
+        problem(theta=net, v=net)
+
+
+# What a guarded pass leaves alone.
+
+
+def test_guarded_passes_replay_and_leave_the_generator_alone() -> None:
+    made, _, _ = mlp_module()
+    before = torch.get_rng_state()
+    with made.guarded(seed=3):
+        first = torch.rand(4)
+    with made.guarded(seed=3):
+        assert torch.equal(torch.rand(4), first)
+    with made.guarded(seed=4):
+        assert not torch.equal(torch.rand(4), first)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_guarded_pass_seeds_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.manual_seed also reseeds every accelerator, whose state a run on the CPU does not keep."""
+    made, _, _ = weighted_logistic()
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    with made.guarded(seed=0):
+        pass
+    assert not seeded
+
+
+def test_the_generator_is_restored_after_an_exception() -> None:
+    made, _, _ = weighted_logistic()
+    before = torch.get_rng_state()
+    with pytest.raises(IndexError), made.guarded(seed=0):
+        torch.rand(3)[4]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_outer_and_second_order_passes_do_not_touch_batch_statistics() -> None:
+    made, inner_batch, outer_batch = batchnorm_train()
+    point = Point(made, [inner_batch], outer_batch)
+    norm, x = made.theta.given[0], normal(made.theta.numel)
+    with oracles.undisturbed(made):
+        point.outer()
+        point.hvp(x)
+        point.cross(x)
+        point.gradient()
+        point.empirical_fisher(x)
+        point.ggn(x)
+    assert norm.num_batches_tracked == 0
+    assert torch.equal(norm.running_mean, torch.zeros(3, dtype=torch.float64))
+
+
+def test_float32_stays_float32() -> None:
+    made, batch, _ = plain_tensor()
+    x, y, i = batch
+    made = nhgd.Bilevel(made.inner, made.outer, made.theta.given.float(), made.v.given.float(), lambda v: v[0].exp())
+    batch = (x.float(), y.float(), i)
+    point = Point(made, [batch], batch[:2])
+    for found in (point.outer().theta, point.hvp(made.theta.flat()), point.cross(made.theta.flat())[0], point.dense()):
+        assert found.dtype == torch.float32
+    assert made.objective(batch).dtype == made.ridge().dtype == made.ridge_diagonal().dtype == torch.float32
+
+
+def test_losses_of_a_scalar_are_accepted() -> None:
+    made = problem(lambda t, v, b: (b[0] @ t - b[1]).square().mean() * v.exp())
+    made.validate((X, Y), (X, Y))
+    assert not made.losses((X, Y)).per_sample
+    close(made.objective((X, Y)).detach(), (X @ made.theta.given - Y).square().mean() * made.v.given.exp())
+
+
+def test_a_compiled_module_is_known_by_its_own_names() -> None:
+    net = nn.Linear(3, 2)
+    made = nhgd.Bilevel(
+        lambda m, v, b: F.cross_entropy(m(b[0]), b[1], reduction="none") * v,
+        lambda m, v, b: v,
+        torch.compile(net, backend="eager"),
+        torch.ones(()),
+    )
+    assert made.theta.names == ("weight", "bias")
+    assert made.theta.leaves[0] is net.weight
