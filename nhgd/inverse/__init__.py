@@ -10,7 +10,9 @@ from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.inverse.cg import CG
 from nhgd.inverse.ekfac import EKFAC
 from nhgd.inverse.exact import Exact
+from nhgd.inverse.fisher_dense import FisherDense
 from nhgd.inverse.fisher_diagonal import FisherDiagonal
+from nhgd.inverse.fisher_window import FisherWindow
 from nhgd.inverse.fixed_point import FixedPoint
 from nhgd.inverse.identity import Identity
 from nhgd.inverse.kfac import KFAC
@@ -44,7 +46,9 @@ __all__ = [
     "KFAC",
     "AbstractInverse",
     "Exact",
+    "FisherDense",
     "FisherDiagonal",
+    "FisherWindow",
     "FixedPoint",
     "Identity",
     "Neumann",
