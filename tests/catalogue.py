@@ -322,6 +322,8 @@ INVERSES = [
     InverseCase(lambda: nhgd.inverse.CG(steps=300, tol=1e-12)),
     InverseCase(lambda: nhgd.inverse.Neumann(terms=20_000, tol=1e-10), problems=tuple(CONVEX)),
     InverseCase(lambda: nhgd.inverse.FixedPoint(steps=20_000, tol=1e-10), problems=tuple(CONVEX)),
+    InverseCase(nhgd.inverse.FisherDense, oracles.damped_fisher, problems=tuple(PER_SAMPLE)),
+    InverseCase(nhgd.inverse.FisherWindow, oracles.damped_fisher, problems=tuple(PER_SAMPLE)),
 ]
 
 HYPERGRADIENTS = [

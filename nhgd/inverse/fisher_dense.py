@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -235,34 +236,45 @@ class FisherDense(AbstractInverse):
 
     def solve(self, state: DenseState, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """One Cholesky factorisation, or one product with A."""
+        apply, notes = self._factorised(state, at)
+        return apply(u), SolveStats(residual=None, hvps=0, converged=True, notes=notes)
+
+    def operator(self, state: DenseState, at: Point) -> Callable[[Tensor], Tensor]:
+        """One factorisation for many right-hand sides."""
+        return self._factorised(state, at)[0]
+
+    def _factorised(self, state: DenseState, at: Point) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+        """u -> x, and the notes of the solve."""
         matrix = state.matrix
-        b = u.to(matrix)
-        notes: dict[str, object] = {"observed": state.observed}
+        notes: dict[str, Any] = {"observed": state.observed}
+        factor: Tensor | None = None
         if self.form == "inverse":
-            x = matrix @ b
             notes |= {"damping": 0.0, "ridge": "in the prior alone, which decays", "restarts": state.restarts}
         else:
             ridge = at.problem.ridge_diagonal().to(matrix)
-            damping = resolve_damping(self.damping, ridge, state.curvature)
-            notes["damping"] = damping
-            shift = ridge + damping
+            notes["damping"] = damping = resolve_damping(self.damping, ridge, state.curvature)
             if state.count == 0:
-                refuse_singular("FisherDense", shift, observed=False)
+                refuse_singular("FisherDense", ridge + damping, observed=False)
             shifted = matrix.clone()
-            shifted.diagonal().add_(shift)
+            shifted.diagonal().add_(ridge + damping)
             factor, info = torch.linalg.cholesky_ex(shifted)
             if int(info) != 0:
                 raise InputError(
                     f"FisherDense: F with the ridge and a damping of {damping:.2g} is not positive definite. Pass a larger"
                     " damping, or give the problem an l2 above 0."
                 )
-            x = torch.cholesky_solve(b[:, None], factor)[:, 0]
-        x = x.to(u)
-        if not bool(torch.isfinite(x).all()):
-            raise NonFiniteError(
-                "FisherDense: the solution holds nan or inf. Look at the right-hand side, and raise the damping or the l2."
-            )
-        return x, SolveStats(residual=None, hvps=0, converged=True, notes=notes)
+
+        def apply(u: Tensor) -> Tensor:
+            b = u.to(matrix)
+            x = (matrix @ b if factor is None else torch.cholesky_solve(b[:, None], factor)[:, 0]).to(u)
+            if not bool(torch.isfinite(x).all()):
+                raise NonFiniteError(
+                    "FisherDense: the solution holds nan or inf. Look at the right-hand side, and raise the damping or the"
+                    " l2."
+                )
+            return x
+
+        return apply, notes
 
     def memory(self, theta: Variable) -> int:
         """The array, and its copy when A is made symmetric, or the shifted array and its factor."""

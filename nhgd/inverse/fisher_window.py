@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -238,40 +238,36 @@ class FisherWindow(AbstractInverse):
 
     def solve(self, state: WindowState, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """One Cholesky factorisation of a matrix with a row for each row of the window."""
-        device = u.device if state.gram is None else state.gram.device
+        apply, notes = self._factorised(state, at)
+        return apply(u), SolveStats(residual=None, hvps=0, converged=True, notes=notes)
+
+    def operator(self, state: WindowState, at: Point) -> Callable[[Tensor], Tensor]:
+        """One factorisation for many right-hand sides."""
+        return self._factorised(state, at)[0]
+
+    def _factorised(self, state: WindowState, at: Point) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+        """u -> x, and the notes of the solve."""
+        device = at.problem.theta.device if state.gram is None else state.gram.device
         ridge = at.problem.ridge_diagonal().to(device, torch.float64)
         coefficients = ridge[:0] if state.gram is None else self._coefficients(state)
         count = len(coefficients)
-        gram = None if state.gram is None else state.gram[:count, :count]
-        trace = 0.0 if gram is None else float(gram.diagonal().dot(coefficients))
+        gram = ridge.new_zeros(0, 0) if state.gram is None else state.gram[:count, :count]
+        trace = float(gram.diagonal().dot(coefficients))
         if not isfinite(trace):
             raise NonFiniteError(
                 "FisherWindow: a gradient in the window holds nan or inf. Lower inner_lr, or look at the inner losses."
             )
         damping = resolve_damping(self.damping, ridge, trace / len(ridge))
         shift = ridge + damping
-        refuse_singular("FisherWindow", shift, observed=state.filled > 0)
-        x = u.to(shift) / shift
-        if gram is not None:
-            low, high = torch.aminmax(shift)
-            blocks = [block.take(slice(0, state.filled)) for block in state.blocks()]
-            if bool(low == high):
-                system = gram / high
-            else:
-                system = torch.zeros_like(gram)
-                for block in blocks:
-                    system += block.gram(block, 1 / shift).view(count, count)
-            x -= self._correction(system, blocks, coefficients, x) / shift
-        x = x.to(u)
-        if not bool(torch.isfinite(x).all()):
-            raise NonFiniteError(
-                "FisherWindow: the solution holds nan or inf. Look at the right-hand side, and raise the damping or the l2."
-            )
-        notes = {"damping": damping, "samples": state.filled, "rows": count}
-        return x, SolveStats(residual=None, hvps=0, converged=True, notes=notes)
-
-    def _correction(self, system: Tensor, blocks: list[AbstractBlock], coefficients: Tensor, z: Tensor) -> Tensor:
-        """R^T sqrt(c) (I + sqrt(c) system sqrt(c))^{-1} sqrt(c) R z, (D,). `system` is overwritten."""
+        refuse_singular("FisherWindow", shift, observed=count > 0)
+        blocks = [block.take(slice(0, state.filled)) for block in state.blocks()]
+        low, high = torch.aminmax(shift)
+        if bool(low == high):
+            system = gram / high
+        else:
+            system = torch.zeros_like(gram)
+            for block in blocks:
+                system += block.gram(block, 1 / shift).view(count, count)
         root = coefficients.sqrt()
         system.mul_(root[:, None]).mul_(root)
         system.diagonal().add_(1.0)
@@ -281,12 +277,25 @@ class FisherWindow(AbstractInverse):
                 "FisherWindow: the ridge and the damping are lost in rounding beside F. Pass a larger damping, or give the"
                 " problem a larger l2."
             )
-        pushed = torch.stack([block.times(z) for block in blocks]).sum(0)  # (n, K)
-        y = torch.cholesky_solve((root * pushed.flatten())[:, None], factor)[:, 0]
-        found = torch.zeros_like(z)
-        for block in blocks:
-            block.add_adjoint((root * y).view_as(pushed), found)
-        return found
+
+        def apply(u: Tensor) -> Tensor:
+            x = u.to(shift) / shift
+            if blocks:
+                pushed = torch.stack([block.times(x) for block in blocks]).sum(0)  # (n, K)
+                y = torch.cholesky_solve((root * pushed.flatten())[:, None], factor)[:, 0]
+                back = torch.zeros_like(x)
+                for block in blocks:
+                    block.add_adjoint((root * y).view_as(pushed), back)
+                x -= back / shift
+            x = x.to(u)
+            if not bool(torch.isfinite(x).all()):
+                raise NonFiniteError(
+                    "FisherWindow: the solution holds nan or inf. Look at the right-hand side, and raise the damping or"
+                    " the l2."
+                )
+            return x
+
+        return apply, {"damping": damping, "samples": state.filled, "rows": count}
 
     def memory(self, theta: Variable) -> int:
         """The ring, the Gram matrix three times (kept, scaled, factorised) and the pieces of a product.
