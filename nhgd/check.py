@@ -16,11 +16,14 @@ from nhgd.data.loader import reiterable
 from nhgd.errors import InputError, InverseWarning
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import implicit
-from nhgd.inverse import CG, INVERSES, AbstractInverse, Exact, resolve
+from nhgd.inverse import INVERSES, AbstractInverse, Exact, Identity, Refined, SolveStats, resolve
+from nhgd.inverse.automatic import automatic
 from nhgd.inverse.learning import learn
 from nhgd.memory import PeakMemory, synchronise
 from nhgd.point import Point
 from nhgd.problem import Bilevel
+from nhgd.record import FisherKind, InnerRecord, RecordKind
+from nhgd.variable import Variable
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class Report:
         inner_gradient: norm of the inner gradient. The formula is exact where it is 0.
         inner_distance: |H^{-1} g| / |theta|: how far theta is from the inner optimum, in parts of its own size.
         fisher_distance: |F - H| / |H| in the Frobenius norm, F the empirical Fisher matrix with the ridge; None for a
-            scalar inner loss.
+            scalar inner loss. The largest eigenvalues dominate it.
+        fisher_residual: |(F - H) x| / |u| for the exact x = H^{-1} u: how far F is from H where it matters here.
         advice: what these numbers mean, in sentences.
     """
 
@@ -43,6 +47,7 @@ class Report:
     inner_gradient: float
     inner_distance: float
     fisher_distance: float | None
+    fisher_residual: float | None
     advice: list[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,6 +77,7 @@ def check(
     outer_batch: Batch,
     inverses: Sequence[str | AbstractInverse] | None = None,
     inner_data: Iterable[Batch] | None = None,
+    learn_from: Iterable[Batch] | None = None,
     dense_below: int = 500,
     seed: int = 0,
 ) -> Report:
@@ -84,7 +90,9 @@ def check(
         inverses: names or objects; default: all that are known.
         inner_data: batches that online inverses learn from and over which the exact products run, in place of
             inner_batch.
-        dense_below: up to this D the reference is a dense solve; above it, conjugate gradients run to 1e-10.
+        learn_from: batches that online inverses learn from instead, when that is to differ.
+        dense_below: up to this D the reference is a dense solve; above it, preconditioned conjugate gradients, restarted
+            until the true residual is below 1e-10 or falls no further.
         seed: what dropout is drawn from.
 
     >>> problem = Bilevel(
@@ -103,35 +111,42 @@ def check(
     if not batches:
         raise InputError("inner_data yields no batch. Give it at least one, for example [(x, y)].")
     batches = [move(batch, device) for batch in batches]
+    lessons = batches if learn_from is None else [move(b, device) for b in reiterable(learn_from, "learn_from")]
     outer_batch = move(outer_batch, device)
     problem.validate(batches[0], outer_batch)
     chosen = [resolve(i) for i in (list(INVERSES) if inverses is None else inverses)]
-    names = [i if isinstance(i, str) else i.name for i in (list(INVERSES) if inverses is None else inverses)]
+    names = [i if isinstance(i, str) else i.label for i in (list(INVERSES) if inverses is None else inverses)]
 
     at = Point(problem, batches, outer_batch, seed)
     dense = problem.theta.numel <= dense_below
-    solver: AbstractInverse = Exact() if dense else CG(steps=max(20 * problem.theta.numel, 1000), tol=1e-10)
+    solver: AbstractInverse = Exact() if dense else _Restarted(_preconditioned(problem, batches, seed))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InverseWarning)  # said in the advice instead
-        exact = implicit(at, solver, None)
+        state = None if dense else learn(solver, problem, batches, seed)
+        exact = implicit(at, solver, state)
         gradient = at.gradient()
-        step, _ = solver.solve(None, gradient, at)
+        step, _ = solver.solve(state, gradient, at)
     residual = exact.stats.residual or 0.0
     reference = {
-        "method": "dense solve" if dense else "conjugate gradients",
+        "method": "dense solve" if dense else "preconditioned conjugate gradients",
         "residual": residual,
         "dimension": problem.theta.numel,
+        "hvps": exact.stats.hvps,
         "positive_definite": exact.stats.notes.get(
             "positive_definite", not exact.stats.notes.get("negative_curvature")
         ),
         "converged": residual < 1e-6,
     }
-    rows = [_row(name, i, problem, batches, outer_batch, exact, seed) for name, i in zip(names, chosen, strict=True)]
+    rows = [
+        _row(name, i, problem, batches, lessons, outer_batch, exact, seed)
+        for name, i in zip(names, chosen, strict=True)
+    ]
     size = float(problem.theta.flat().norm())
     inner_distance = float(step.norm()) / size if size > 0 else float(step.norm())
-    fisher_distance = _fisher_distance(at)
-    advice = _advice(reference, float(gradient.norm()), inner_distance, fisher_distance)
-    return Report(rows, reference, float(gradient.norm()), inner_distance, fisher_distance, advice)
+    distance = _fisher_distance(at)
+    apart = _fisher_residual(at, exact)
+    advice = _advice(reference, float(gradient.norm()), inner_distance, distance, apart)
+    return Report(rows, reference, float(gradient.norm()), inner_distance, distance, apart, advice)
 
 
 def _row(
@@ -139,6 +154,7 @@ def _row(
     inverse: AbstractInverse,
     problem: Bilevel,
     batches: list[Batch],
+    lessons: list[Batch],
     outer_batch: Batch,
     exact: Hypergradient,
     seed: int,
@@ -152,11 +168,9 @@ def _row(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", InverseWarning)  # the row tells
-            state = learn(inverse, problem, batches, seed)
             with PeakMemory() as peak:
-                learnt = learn(inverse, problem, batches, seed)
+                state = learn(inverse, problem, lessons, seed)
                 work()
-            del learnt
             # The second run is timed: the first one paid for what is made once.
             synchronise(problem.theta.device)
             started = time.perf_counter()
@@ -183,6 +197,57 @@ def _row(
     }
 
 
+@dataclass(frozen=True)
+class _Restarted(AbstractInverse):
+    """Preconditioned CG to the end: begun again from where it stood until the true residual falls no further."""
+
+    inverse: AbstractInverse
+    tol: float = 1e-10
+
+    @property
+    def records(self) -> RecordKind | None:
+        return self.inverse.records
+
+    @property
+    def fisher(self) -> FisherKind:
+        return self.inverse.fisher
+
+    def init(self, theta: Variable) -> Any:
+        return self.inverse.init(theta)
+
+    def observe(self, state: Any, record: InnerRecord) -> Any:
+        return self.inverse.observe(state, record)
+
+    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+        before, size = at.calls.hvps, max(float(u.norm()), torch.finfo(u.dtype).tiny)
+        x, best, notes = torch.zeros_like(u), 1.0, {}
+        for _ in range(10):
+            found, stats = self.inverse.solve(state, u, at, x)
+            notes = stats.notes
+            residual = float((u - at.hvp(found)).norm()) / size
+            if residual < best:
+                x, gained, best = found, residual < 0.5 * best, residual
+            else:
+                gained = False
+            if best <= self.tol or not gained:
+                break
+        return x, SolveStats(best, at.calls.hvps - before, best <= self.tol, notes)
+
+    def memory(self, theta: Variable) -> int:
+        return self.inverse.memory(theta)
+
+
+def _preconditioned(problem: Bilevel, batches: list[Batch], seed: int) -> AbstractInverse:
+    """CG preconditioned by what can be learnt of this problem, or by nothing where that is refused."""
+    steps = min(20 * problem.theta.numel, 5000)
+    made = Refined(automatic(problem.theta), steps=steps, tol=1e-11)
+    try:
+        learn(made, problem, batches[:1], seed)
+    except InputError:
+        return Refined(Identity(), steps=steps, tol=1e-11)
+    return made
+
+
 def _flat(found: Hypergradient) -> Tensor:
     return torch.cat([leaf.reshape(-1).double() for leaf in found.leaves])
 
@@ -203,7 +268,19 @@ def _fisher_distance(at: Point, probes: int = 8) -> float | None:
     return float((apart / whole) ** 0.5) if whole > 0 else None
 
 
-def _advice(reference: dict[str, Any], gradient: float, distance: float, fisher: float | None) -> list[str]:
+def _fisher_residual(at: Point, exact: Hypergradient) -> float | None:
+    assert exact.adjoint is not None
+    try:
+        apart = at.empirical_fisher(exact.adjoint) - at.hvp(exact.adjoint)
+    except InputError:
+        return None
+    u = at.outer().theta
+    return float(apart.norm()) / max(float(u.norm()), torch.finfo(u.dtype).tiny)
+
+
+def _advice(
+    reference: dict[str, Any], gradient: float, distance: float, fisher: float | None, apart: float | None
+) -> list[str]:
     said = []
     if not reference["positive_definite"]:
         said.append(
@@ -224,21 +301,21 @@ def _advice(reference: dict[str, Any], gradient: float, distance: float, fisher:
         said.append(
             f"theta is at the inner optimum to {100 * distance:.1g} % of its size (inner gradient {gradient:.1e})."
         )
-    if fisher is None:
+    if fisher is None or apart is None:
         said.append("inner() returns a scalar, so there is no Fisher matrix and the Fisher inverses do not apply.")
-    elif fisher < 0.1:
+        return said
+    far = f"The empirical Fisher matrix is {100 * fisher:.2g} % away from the Hessian, {100 * apart:.2g} % along the solution"
+    worst = max(fisher, apart)
+    if worst < 0.1:
+        said.append(f"{far}: an inverse that learns it well needs no Hessian products.")
+    elif worst < 0.6:
         said.append(
-            f"The empirical Fisher matrix is {100 * fisher:.1g} % away from the Hessian: inverses that learn it can be used as"
-            " they are."
-        )
-    elif fisher < 0.6:
-        said.append(
-            f"The empirical Fisher matrix is {100 * fisher:.0f} % away from the Hessian: inverses that learn it give a"
-            " direction with an error of that order. Refine them by a few Hessian products when that matters."
+            f"{far}: an inverse that learns it errs by about as much, beside its own approximation. Refine it by a few Hessian"
+            " products when that matters."
         )
     else:
         said.append(
-            f"The empirical Fisher matrix is {100 * fisher:.0f} % away from the Hessian: the model does not describe the data,"
-            " or its residuals vanish. Do not trust empirical-Fisher inverses here by themselves; use Hessian products."
+            f"{far}: the model does not describe the data, or its residuals vanish. Do not trust an empirical-Fisher inverse"
+            " here by itself: refine it, or use fisher='exact' or Hessian products."
         )
     return said

@@ -70,7 +70,7 @@ class Solver:
     Args:
         problem: a `Bilevel`. Its theta and v are trained in place.
         inner_data, outer_data: `nhgd.Data`, DataLoaders, or lists of batches; walked over again and again.
-        method: a name such as "aid-cg", or an algorithm object.
+        method: a name such as "nhgd" or "aid-cg", or an algorithm object.
         inner_steps: inner steps for each outer step.
         inner_lr, outer_lr: step sizes: numbers (default 0.1 and 0.01), functions of the outer step, or schedules.
         inner_optimizer, outer_optimizer: any torch optimiser: a class, a factory of parameters, or an instance.
@@ -96,7 +96,7 @@ class Solver:
         problem: Bilevel,
         inner_data: Iterable[Batch],
         outer_data: Iterable[Batch],
-        method: str | AbstractAlgorithm = "aid",
+        method: str | AbstractAlgorithm = "nhgd",
         inner_steps: int = 10,
         inner_lr: Rate | None = None,
         outer_lr: Rate | None = None,
@@ -231,7 +231,8 @@ class Solver:
         traffic = self.executor.traffic
         stats = {
             "method": self.algorithm.name,
-            "algorithm": self.algorithm,
+            "algorithm": repr(self.algorithm),
+            "inverse": None if self.stage.inverse is None else repr(self.stage.inverse),
             "steps": self.stage.clock.k,
             "seconds": self.seconds,
             "oracle_calls": self.stage.calls.as_dict(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nhgd.algorithm.aid import AID
 from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
+from nhgd.algorithm.nhgd import NHGD
 from nhgd.algorithm.stage import Settings, Stage
 from nhgd.errors import InputError, unknown
 from nhgd.inverse import INVERSES
@@ -51,4 +52,15 @@ def resolve(method: str | AbstractAlgorithm) -> AbstractAlgorithm:
     raise unknown("method", method, names())
 
 
-__all__ = ["AID", "ALGORITHMS", "AbstractAlgorithm", "Settings", "Stage", "StepInfo", "names", "presets", "resolve"]
+__all__ = [
+    "AID",
+    "ALGORITHMS",
+    "NHGD",
+    "AbstractAlgorithm",
+    "Settings",
+    "Stage",
+    "StepInfo",
+    "names",
+    "presets",
+    "resolve",
+]

@@ -123,16 +123,18 @@ class Stage:
         self.theta = Mover(problem.theta, "inner", settings.inner_optimizer, settings.inner_lr, 0.1)
         self.v = Mover(problem.v, "outer", settings.outer_optimizer, settings.outer_lr, 0.01)
         self.executor = executor
-        self.inverse = inverse
         self.recent: list[Batch] = []  # this outer step's inner batches, for diagnosis
         self._plain = Recorder(problem, calls=self.calls)
-        self._recording = (
-            None
-            if inverse is None or inverse.records is None
-            else Recorder(problem, inverse.records, inverse.fisher, self.calls)
-        )
+        self.use(inverse)
+
+    def use(self, inverse: AbstractInverse | None) -> None:
+        """Keep the state of this inverse from now on, beginning afresh."""
+        self.inverse = inverse
+        self._recording: Recorder | None = None
         if inverse is not None:
-            executor.start(inverse, problem.theta)
+            self.executor.start(inverse, self.problem.theta)
+            if inverse.records is not None:
+                self._recording = Recorder(self.problem, inverse.records, inverse.fisher, self.calls)
 
     def seed(self) -> int:
         """A fresh seed for a pass that will be replayed."""
@@ -177,6 +179,13 @@ class Stage:
     def move_theta(self, direction: Sequence[Tensor], closure: Callable[[], Tensor] | None = None) -> None:
         """One projected optimiser step on theta along a direction, and one tick of the inner clock."""
         self.theta.move(direction, self.clock, closure)
+        self.project_theta()
+        self.clock.t += 1
+        self.clock.total += 1
+
+    def shift_theta(self, change: Tensor) -> None:
+        """Add a vector (D,) to theta, project, and let the inner clock tick."""
+        self.problem.theta.assign(self.problem.theta.flat() + change)
         self.project_theta()
         self.clock.t += 1
         self.clock.total += 1

@@ -17,6 +17,7 @@ from nhgd.inverse.fixed_point import FixedPoint
 from nhgd.inverse.identity import Identity
 from nhgd.inverse.kfac import KFAC
 from nhgd.inverse.neumann import Neumann
+from nhgd.inverse.refinement import Matrix, Refined
 from nhgd.registry import Registry
 
 INVERSES = Registry("inverse", AbstractInverse, list(vars().values()))
@@ -39,6 +40,17 @@ def resolve(inverse: str | AbstractInverse) -> AbstractInverse:
     return made
 
 
+def refined(
+    inverse: str | AbstractInverse = "kfac", steps: int = 5, matrix: Matrix = "hessian", tol: float = 1e-10
+) -> Refined:
+    """Any inverse, refined by a few preconditioned CG steps: see `Refined`.
+
+    >>> refined("identity", steps=3).inverse
+    Identity(scale=1.0)
+    """
+    return Refined(resolve(inverse), steps, matrix, tol)
+
+
 __all__ = [
     "CG",
     "EKFAC",
@@ -52,6 +64,8 @@ __all__ = [
     "FixedPoint",
     "Identity",
     "Neumann",
+    "Refined",
     "SolveStats",
+    "refined",
     "resolve",
 ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from nhgd.errors import InputError
 from nhgd.point import Point
 from nhgd.record import FisherKind, InnerRecord, RecordKind
 from nhgd.variable import Variable
@@ -41,6 +43,11 @@ class AbstractInverse(ABC):
     name: ClassVar[str]
 
     @property
+    def label(self) -> str:
+        """A short name that tells it from others of its kind in a table."""
+        return self.name
+
+    @property
     def records(self) -> RecordKind | None:
         """Which record of the inner step `observe` takes: "batch", "raw", "sample", "layer", or None for none."""
         return None
@@ -69,6 +76,17 @@ class AbstractInverse(ABC):
     @abstractmethod
     def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """x close to H^{-1} u, (D,), at a point. `start` is a first guess, which iterative methods use."""
+
+    def operator(self, state: Any, at: Point) -> Callable[[Tensor], Tensor]:
+        """u -> x for many right-hand sides at one point; an inverse that factorises does so once, here."""
+        return lambda u: self.solve(state, u, at)[0]
+
+    def damped(self, damping: float) -> AbstractInverse:
+        """The same inverse with this damping in place of its own."""
+        if "damping" not in {f.name for f in fields(self)}:
+            raise InputError(f"{self.name} has no damping to adapt, so it cannot precondition inner steps. Use kfac.")
+        made: AbstractInverse = replace(self, **{"damping": damping})
+        return made
 
     @abstractmethod
     def memory(self, theta: Variable) -> int:

@@ -36,7 +36,8 @@ class ClosedForm:
     def phi(self, v: Tensor) -> Tensor:
         """The outer objective at the inner optimum."""
         misfit: Tensor = 0.5 * (self.B @ self.theta_star(v) - self.target).square().mean()
-        return misfit + 0.5 * self.rho * v.square().sum()
+        value: Tensor = misfit + 0.5 * self.rho * v.square().sum()
+        return value
 
     def hypergradient(self, v: Tensor) -> Tensor:
         """grad Phi(v)."""

@@ -1,0 +1,49 @@
+"""How often curvature can be refreshed within a share of the inner step's time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nhgd.algorithm.stage import Stage
+from nhgd.inverse.base import AbstractInverse
+from nhgd.memory import synchronise
+from nhgd.point import OracleCalls, Point
+from nhgd.record import Recorder
+
+
+def calibrated(stage: Stage) -> AbstractInverse | None:
+    """The stage's inverse, with its periods chosen by measurement when it has an `overhead` to keep to.
+
+    What was chosen is in the inverse that is returned, and so in the run's stats: giving it back repeats the run.
+    """
+    inverse: Any = stage.inverse
+    if inverse is None or getattr(inverse, "overhead", None) is None:
+        return stage.inverse
+    problem = stage.problem
+    batch = stage.inner_batch()
+    calls = OracleCalls()  # measuring is no part of the run's work
+    plain, recording = Recorder(problem, calls=calls), Recorder(problem, inverse.records, inverse.fisher, calls)
+    state = inverse.observe(inverse.init(problem.theta), recording.step(batch).record)
+    at = Point(problem, [batch], calls=calls)
+    with problem.guarded(seed=0):
+        inner = _median(lambda: plain.step(batch), problem.theta.device)
+        both = _median(lambda: inverse.observe(state, recording.step(batch).record), problem.theta.device)
+        invert = _median(lambda: inverse.operator(state, at), problem.theta.device)
+    chosen: AbstractInverse = inverse.with_periods(
+        inner_seconds=inner, factor_seconds=max(both - inner, 1e-9), invert_seconds=invert
+    )
+    return chosen
+
+
+def _median(work: Callable[[], Any], device: Any, times: int = 5) -> float:
+    work()
+    found = []
+    for _ in range(times):
+        synchronise(device)
+        started = time.perf_counter()
+        work()
+        synchronise(device)
+        found.append(time.perf_counter() - started)
+    return sorted(found)[times // 2]

@@ -1,0 +1,163 @@
+"""A few Hessian products on top of any inverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, final, get_args
+
+import torch
+from torch import Tensor
+
+from nhgd.errors import InputError, not_negative, positive, unknown
+from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.kfac import KFAC
+from nhgd.point import Point
+from nhgd.record import FisherKind, InnerRecord, RecordKind
+from nhgd.variable import Variable
+
+Matrix = Literal["hessian", "ggn"]
+
+
+@final
+@dataclass(frozen=True)
+class Refined(AbstractInverse):
+    """Any inverse, made near-exact by a few preconditioned CG steps on the true Hessian.
+
+    With M^{-1} the given inverse:
+
+        r = u - H x,  z = M^{-1} r,  p = z
+        repeat:  alpha = r.z / p.Hp;  x += alpha p;  r_new = r - alpha Hp;  z_new = M^{-1} r_new
+                 p = z_new + (r_new.z_new / r.z) p
+
+    One step from zero gives x = alpha M^{-1} u, the cheap correction of the scale of M. Products run over the batches of
+    the point: one, several or all data. On negative curvature x is the last safe iterate, which before the first step is
+    M^{-1} u itself, and `notes["negative_curvature"]` is True.
+
+    Args:
+        inverse: what preconditions; one that learns is fed by the inner steps as it would be alone. It must be symmetric
+            and positive.
+        steps: products at most.
+        matrix: "hessian", or "ggn" for the generalised Gauss-Newton matrix, which never has negative curvature when the
+            loss is convex in the model's outputs.
+        tol: relative residual at which to stop.
+
+    >>> Refined(KFAC(damping=1e-3), steps=3).products
+    3
+
+    References: J. Nocedal, S. J. Wright, Numerical Optimization, 2006, algorithm 5.3 (preconditioned CG).
+    """
+
+    name: ClassVar[str] = "refined"
+    inverse: AbstractInverse = field(default_factory=KFAC)
+    steps: int = 5
+    matrix: Matrix = "hessian"
+    tol: float = 1e-10
+
+    def __post_init__(self) -> None:
+        positive("Refined", steps=self.steps)
+        not_negative("Refined", tol=self.tol)
+        if self.matrix not in get_args(Matrix):
+            raise unknown("matrix of Refined", self.matrix, get_args(Matrix))
+        if isinstance(self.inverse, Refined):
+            raise InputError("Refined cannot refine itself: give it more steps instead.")
+
+    @property
+    def label(self) -> str:
+        """refined(INVERSE, STEPS)."""
+        return f"refined({self.inverse.label}, {self.steps})"
+
+    @property
+    def records(self) -> RecordKind | None:
+        """Those of the inverse inside."""
+        return self.inverse.records
+
+    @property
+    def fisher(self) -> FisherKind:
+        """That of the inverse inside."""
+        return self.inverse.fisher
+
+    def init(self, theta: Variable) -> Any:
+        """The state of the inverse inside."""
+        return self.inverse.init(theta)
+
+    def begin(self, state: Any) -> Any:
+        """As the inverse inside begins."""
+        return self.inverse.begin(state)
+
+    def wants(self, step: int) -> bool:
+        """As the inverse inside wants."""
+        return self.inverse.wants(step)
+
+    def observe(self, state: Any, record: InnerRecord) -> Any:
+        """As the inverse inside observes."""
+        return self.inverse.observe(state, record)
+
+    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+        """Iterate from `start`, or from zero."""
+        before = at.calls.hvps
+        product = at.hvp if self.matrix == "hessian" else at.ggn
+        precondition = self.inverse.operator(state, at)
+        size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
+        x = torch.zeros_like(u) if start is None else start.clone()
+        r = u.clone() if start is None else u - product(x)
+        z = precondition(r)
+        if start is None:
+            safe = z
+        p = z.clone()
+        rz = float(r.dot(z))
+        residual = float(r.norm()) / size
+        taken, negative = 0, False
+        while residual > self.tol and taken < self.steps:
+            hp = product(p)
+            taken += 1
+            curvature = float(p.dot(hp))
+            if not (curvature > 0 and rz > 0):
+                negative = True
+                break
+            alpha = rz / curvature
+            x.add_(p, alpha=alpha)
+            r.sub_(hp, alpha=alpha)
+            residual = float(r.norm()) / size
+            if residual <= self.tol or taken == self.steps:
+                break
+            z = precondition(r)
+            rz, old = float(r.dot(z)), rz
+            p = z + (rz / old) * p
+        if negative and taken == 1 and start is None:
+            x = safe
+        notes = {"iterations": taken, "negative_curvature": negative, "inverse": self.inverse.name}
+        measured = None if negative and taken == 1 and start is None else residual
+        return x, SolveStats(measured, at.calls.hvps - before, residual <= self.tol, notes)
+
+    def operator(self, state: Any, at: Point) -> Callable[[Tensor], Tensor]:
+        """What the inverse inside gives: a preconditioner needs no products of its own."""
+        return self.inverse.operator(state, at)
+
+    def damped(self, damping: float) -> AbstractInverse:
+        """The inverse inside, damped."""
+        return replace(self, inverse=self.inverse.damped(damping))
+
+    @property
+    def overhead(self) -> float | None:
+        """That of the inverse inside."""
+        return getattr(self.inverse, "overhead", None)
+
+    def with_periods(self, **seconds: float) -> AbstractInverse:
+        """The inverse inside with its periods chosen."""
+        inner: Any = self.inverse
+        return replace(self, inverse=inner.with_periods(**seconds))
+
+    def memory(self, theta: Variable) -> int:
+        """The inverse inside, and x, r, z, p and Hp."""
+        return self.inverse.memory(theta) + vector_bytes(theta, 5)
+
+    def cautions(self, theta: Variable) -> list[str]:
+        """Those of the inverse inside."""
+        return self.inverse.cautions(theta)
+
+    @property
+    def products(self) -> int | None:
+        """At most `steps`, and those of the inverse inside at each of them."""
+        inside = self.inverse.products
+        return None if inside is None else self.steps * (1 + inside)
