@@ -106,11 +106,15 @@ class Gaussian(AbstractLikelihood):
     def roots(self, outputs: Tensor, losses: Tensor) -> Tensor:
         """One root for each output."""
         with torch.enable_grad():
-            slope = torch.autograd.grad(losses.sum(), outputs, create_graph=True, retain_graph=True)[0]
-            curvature = torch.autograd.grad(slope.sum(), outputs, retain_graph=True)[0]
-        if bool((curvature < 0).any()):
+            slope = torch.autograd.grad(losses.sum(), outputs, create_graph=True, materialize_grads=True)[0]
+            curvature = torch.zeros_like(outputs)
+            if slope.requires_grad:
+                found = torch.autograd.grad(slope.sum(), outputs, retain_graph=True, materialize_grads=True)
+                curvature = found[0]
+        if bool((curvature < 0).any()) or not bool((curvature > 0).any()):
             raise InputError(
-                "The gaussian likelihood needs a squared error, but the loss is not convex in the outputs."
+                "The gaussian likelihood needs losses that are a squared error of Losses.outputs, but they do not curve"
+                " upwards in them. Return the very tensor that the losses were computed from."
             )
         return _columns(curvature.sqrt())
 

@@ -182,7 +182,7 @@ class Point:
         def product(losses: Losses) -> Tensor:
             outputs = losses.outputs_for("The GGN")
             pushed = self._push_forward(outputs, vector)  # J x, shaped like z
-            slope = torch.autograd.grad(losses.values.sum(), outputs, create_graph=True)[0]
+            slope = losses.slope("The GGN")
             bent = (
                 torch.autograd.grad(slope, outputs, pushed, retain_graph=True)[0] if slope.requires_grad else 0 * pushed
             )

@@ -58,6 +58,18 @@ class Losses:
             )
         return self.outputs
 
+    def slope(self, reader: str) -> Tensor:
+        """The derivative of every loss in its sample's outputs, with its graph."""
+        found = torch.autograd.grad(self.values.sum(), self.outputs_for(reader), create_graph=True, allow_unused=True)[
+            0
+        ]
+        if found is None:
+            raise InputError(
+                f"{reader} differentiates the losses in the model's outputs, but the losses were not computed from"
+                " Losses.outputs. Return that very tensor."
+            )
+        return found
+
     def mean(self) -> Tensor:
         """The batch objective without the ridge: mean_i( w_i l_i )."""
         weighted = self.values if self.weights is None else self.weights * self.values

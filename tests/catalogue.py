@@ -171,8 +171,8 @@ def dict_v() -> Made:
 
     def inner(model: Any, v: Any, batch: Any) -> nhgd.Losses:
         x, y = batch
-        z = model(x) * v["scale"].exp()
-        return nhgd.Losses(F.cross_entropy(z + v["shift"], y, reduction="none"), outputs=z + v["shift"])
+        z = model(x) * v["scale"].exp() + v["shift"]
+        return nhgd.Losses(F.cross_entropy(z, y, reduction="none"), outputs=z)
 
     def outer(model: Any, v: Any, batch: Any) -> Tensor:
         x, y = batch

@@ -160,16 +160,11 @@ def test_refusals_of_the_inner_function(inner: Any, sentence: str, l2: float) ->
         (lambda t, v, b: b[0] @ t, r"outer\(\) returned a tensor of shape \(4,\).*.mean\(\)"),
         (lambda t, v, b: 1.0, r"outer\(\) returned a float"),
         (lambda t, v, b: t.sum() / 0, "outer loss is (-?inf|nan) at the starting point"),
-        (lambda t, v, b: (0 * t).norm(), "never"),
     ],
 )
 def test_refusals_of_the_outer_function(outer: Any, sentence: str) -> None:
-    made = problem(outer=outer)
-    if sentence == "never":  # the gradient of a norm at 0 is taken as 0 by torch
-        made.validate((X, Y), (X, Y))
-        return
     with pytest.raises(nhgd.InputError, match=sentence):
-        made.validate((X, Y), (X, Y))
+        problem(outer=outer).validate((X, Y), (X, Y))
 
 
 def test_v_may_enter_anywhere() -> None:

@@ -609,15 +609,19 @@ def test_the_exact_fisher_says_what_it_lacks() -> None:
         Recorder(problem, "sample", "exact").step(batch)
 
 
-def test_a_concave_loss_is_not_gaussian() -> None:
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z: nhgd.Losses(-z.square().sum(1), outputs=z),
+        lambda z: nhgd.Losses(z.sum(1), outputs=z),
+        lambda z: nhgd.Losses(z.abs().sum(1), outputs=z),
+        lambda z: nhgd.Losses(z.square().sum(1), outputs=2 * z),
+    ],
+)
+def test_what_is_not_gaussian(loss: Callable[[Tensor], nhgd.Losses]) -> None:
     problem, batch = weighing(nn.Linear(3, 3), normal(5, 3), likelihood="gaussian")
-
-    def concave(net: Any, v: Any, batch: Any) -> nhgd.Losses:
-        z = net(batch[0])
-        return nhgd.Losses(-z.square().sum(1), outputs=z)
-
-    problem.inner = concave
-    with pytest.raises(nhgd.InputError, match="needs a squared error"):
+    problem.inner = lambda net, v, batch: loss(net(batch[0]))
+    with pytest.raises(nhgd.InputError, match=r"a squared error of Losses.outputs"):
         Recorder(problem, "sample", "exact").step(batch)
 
 
