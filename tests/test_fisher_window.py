@@ -491,8 +491,11 @@ def test_the_state_moves_and_saves(name: str) -> None:
     assert torch.equal(inverse.solve(one, u, at)[0], inverse.solve(two, u, at)[0])
 
 
-def test_an_empty_state_saves_too() -> None:
-    state = FisherWindow().init(of_net("mlp")[0].theta)
+def test_an_empty_state_with_odd_names_saves_too() -> None:
+    theta = {"a/b": torch.zeros(2), "c#int": torch.zeros(3), "50%": torch.zeros(1)}
+    problem = nhgd.Bilevel(lambda t, v, x: x @ t["a/b"] * v, lambda t, v, x: v, theta, torch.ones(()))
+    state = FisherWindow().init(problem.theta)
+    assert state.starts == {"a/b": 0, "c#int": 2, "50%": 5}
     assert WindowState.restore(safetensors.torch.load(safetensors.torch.save(state.tensors()))) == state
 
 
