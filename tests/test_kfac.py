@@ -206,6 +206,24 @@ def test_squared_errors_agree_with_curvlinops() -> None:
     assert_solves(solved(KFAC(fisher="exact"), problem, [batch], u), matrix, u)
 
 
+def test_outputs_at_every_token_agree_with_curvlinops() -> None:
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    batch = (torch.randn(5, 4, 2).double(), torch.randn(5, 4, 2).double())
+
+    def squared(model: Any, v: Any, batch: Any) -> nhgd.Losses:
+        z = model(batch[0])
+        return nhgd.Losses((z - batch[1]).square().mean((1, 2)), outputs=z)
+
+    problem = nhgd.Bilevel(squared, outer, net, torch.zeros(1), l2=L2, likelihood="gaussian")
+    u = direction(problem)
+    ridge = oracles.ridge_hessian(problem)
+    matrix = curvlinops("KFACLinearOperator", problem, batch, nn.MSELoss(), "exact") + ridge
+    assert_solves(solved(KFAC(fisher="exact"), problem, [batch], u), matrix, u)
+    # The public EKFAC takes one output a sample only.
+    matrix = oracles.ekfac(problem, batch, exact=True) + ridge
+    assert_solves(solved(EKFAC(fisher="exact"), problem, [batch], u), matrix, u)
+
+
 @pytest.mark.parametrize("inverse", BOTH)
 @pytest.mark.parametrize("weight", [0.0, 0.3, 2.0])
 def test_one_sample_is_exact(inverse: Any, weight: float) -> None:
@@ -227,11 +245,7 @@ def test_one_sample_is_exact_in_each_layer() -> None:
 def test_exact_fisher_of_one_sample_is_the_hessian_of_a_linear_softmax_model(inverse: Any) -> None:
     problem, batch = made("linear", samples=1)
     u = direction(problem)
-    matrix = oracles.hessian(problem, batch)
-    if inverse is EKFAC:  # diag(p) - p p^T has no eigenvector in common with each root, but its diagonal there is exact
-        matrix = oracles.ekfac(problem, batch, exact=True) + oracles.ridge_hessian(problem)
-        torch.testing.assert_close(matrix, oracles.hessian(problem, batch))
-    assert_solves(solved(inverse(fisher="exact"), problem, [batch], u), matrix, u)
+    assert_solves(solved(inverse(fisher="exact"), problem, [batch], u), oracles.hessian(problem, batch), u)
 
 
 def test_sampled_fisher_of_one_sample_is_that_of_one_label() -> None:
@@ -296,12 +310,19 @@ def test_damping_is_a_thousandth_of_the_mean_diagonal_where_there_is_no_ridge(in
     assert_solves(x, matrix + stats.notes["damping"] * eye(len(u)), u, 1e-8)
 
 
-@pytest.mark.parametrize("inverse", BOTH)
-def test_ekfac_has_the_trace_of_the_fisher_matrix_and_is_nearer_to_it(inverse: Any) -> None:
+def matrix_of(inverse: Any, problem: nhgd.Bilevel, batch: Any) -> Tensor:
+    """The matrix that is inverted, without the ridge, read off its inverse."""
+    solve = inverse.operator(learn(inverse, problem, [batch]), nhgd.point.Point(problem, [batch]))
+    return torch.linalg.inv(torch.stack([solve(row) for row in eye(problem.theta.numel)])) - oracles.ridge_hessian(
+        problem
+    )
+
+
+def test_ekfac_has_the_trace_of_the_fisher_matrix_and_is_nearer_to_it_than_kfac() -> None:
     problem, batch = made("mlp")
     true = oracles.fisher(problem, batch)
     true = torch.block_diag(true[:16, :16], true[16:, 16:])
-    ekfac, kfac = oracles.ekfac(problem, batch), oracles.kfac(problem, [batch])
+    ekfac, kfac = (matrix_of(inverse(), problem, batch) for inverse in (EKFAC, KFAC))
     torch.testing.assert_close(ekfac.trace(), true.trace())
     assert (ekfac - true).norm() < (kfac - true).norm()
 
@@ -394,12 +415,7 @@ def test_ekfac_is_exact_over_several_batches_in_one_basis() -> None:
     problem, batch = made("mlp", samples=6)
     u = direction(problem)
     parts = [tuple(t[:3] for t in batch), tuple(t[3:] for t in batch)]
-    matrix = oracles.ridge_hessian(problem)
     whole = oracles.fisher(problem, batch)
-    for a, g, at in oracles.kronecker_factors(problem, parts[0]):
-        basis, at = torch.kron(torch.linalg.eigh(g)[1], torch.linalg.eigh(a)[1]), at.reshape(-1)
-        diagonal = (basis.T @ whole[at[:, None], at] @ basis).diagonal()
-        matrix[at[:, None], at] += basis @ torch.diag(diagonal) @ basis.T
     inverse = EKFAC(beta=None, invert_every=5)
     state = learn(inverse, problem, parts)
     basis = Basis(**state.bases["0.weight"])
@@ -416,14 +432,30 @@ def test_moments_are_carried_over_to_a_new_basis() -> None:
     def basis(*vectors: Tensor) -> Basis:
         return Basis(vectors[0][None], torch.zeros(1, 3), vectors[1][None], torch.zeros(1, 2))
 
+    def covariance(n: int) -> Tensor:
+        root = torch.randn(n, n + 2).double()
+        return root @ root.T
+
     q_a, q_g, p_a, p_g = (torch.linalg.qr(torch.randn(n, n).double())[0] for n in (3, 2, 3, 2))
+    a, g = covariance(3), covariance(2)
     moments = torch.rand(1, 2, 3).double()
-    torch.testing.assert_close(_carried(moments, basis(q_a, q_g), basis(q_a, q_g)), moments)
+
+    def carried(moments: Tensor, new: Basis) -> Tensor:
+        return _carried(moments, a[None], g[None], basis(q_a, q_g), new)
+
+    torch.testing.assert_close(carried(moments, basis(q_a, q_g)), moments)
     turned = basis(-q_a[:, [2, 0, 1]], q_g[:, [1, 0]])
-    torch.testing.assert_close(_carried(moments, basis(q_a, q_g), turned), moments[:, [1, 0]][..., [2, 0, 1]])
-    old, new = torch.kron(q_g, q_a), torch.kron(p_g, p_a)
-    expected = (new.T @ old @ torch.diag(moments.reshape(-1)) @ old.T @ new).diagonal()
-    torch.testing.assert_close(_carried(moments, basis(q_a, q_g), basis(p_a, p_g)).reshape(-1), expected)
+    torch.testing.assert_close(carried(moments, turned), moments[:, [1, 0]][..., [2, 0, 1]])
+    old, new, product = torch.kron(q_g, q_a), torch.kron(p_g, p_a), torch.kron(g, a)
+    # Near the product itself nothing is clamped, so the dense matrix has the answer.
+    near = (old.T @ product @ old).diagonal() * (1 + 0.1 * torch.rand(6).double())
+    whole = product + old @ torch.diag(near - (old.T @ product @ old).diagonal()) @ old.T
+    expected = (new.T @ whole @ new).diagonal()
+    torch.testing.assert_close(carried(near.reshape(1, 2, 3), basis(p_a, p_g)).reshape(-1), expected)
+    far = carried(1e-3 * moments, basis(p_a, p_g))
+    assert bool((far >= 0).all())
+    torch.testing.assert_close(far.sum(), 1e-3 * moments.sum())
+    assert torch.equal(carried(0 * moments, basis(p_a, p_g)), 0 * moments)
 
 
 def test_ekfac_keeps_the_trace_when_its_basis_moves() -> None:

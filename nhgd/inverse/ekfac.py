@@ -36,13 +36,14 @@ class EKFAC(AbstractKronecker):
     norm, and its trace is exact. No per-sample gradient is formed for layers that see one place.
 
     The basis has to exist when the moments are taken. It is made at the first observation, and again at every multiple of
-    `invert_every`, from the running factors. M is then carried over: it becomes the diagonal, in the new basis, of the
-    matrix that it stood for in the old one,
+    `invert_every`, from the running factors. M is then carried over. It stands for A (x) G with a correction that is
+    diagonal in the old basis; the diagonal of that matrix in the new basis is
 
-        M <- (R_G * R_G) M (R_A * R_A)^T,    R_A = Q_A_new^T Q_A_old,   R_G = Q_G_new^T Q_G_old
+        M <- D_new + (R_G * R_G) (M - D_old) (R_A * R_A)^T,    R_A = Q_A_new^T Q_A_old,   R_G = Q_G_new^T Q_G_old
 
-    which keeps its trace, and keeps M itself where the eigenvectors only changed their order or signs. After one batch M
-    is exact; after several it is exact as long as the basis stayed the same.
+    with D the diagonal of A (x) G in either basis. Entries below zero are set to zero, and the trace is kept. M stays as it
+    is where the eigenvectors only changed their order or signs. After one batch M is exact; after several it is exact as
+    long as the basis stayed the same.
 
     Args:
         damping, beta, fisher, factor_every, overhead, dense_limit, dtype: as in `KFAC`.
@@ -71,7 +72,7 @@ class EKFAC(AbstractKronecker):
     def _empty(self, starts: dict[str, int], sizes: dict[str, int]) -> EKFACState:
         return EKFACState(starts, sizes)
 
-    def _refreshed(self, state: EKFACState, record: LayerStatistics, rate: float) -> EKFACState:
+    def _refreshed(self, before: EKFACState, state: EKFACState, record: LayerStatistics, rate: float) -> EKFACState:
         bases, moments = dict(state.bases), dict(state.moments)
         due = self._due(state)
         for name in state.inputs:
@@ -79,7 +80,7 @@ class EKFAC(AbstractKronecker):
                 old, new = bases.get(name), self.decomposed(state, name)
                 bases[name] = new._asdict()
                 if old is not None:
-                    moments[name] = _carried(moments[name], Basis(**old), new)
+                    moments[name] = _carried(moments[name], *before.factors(name), Basis(**old), new)
         batch = {}
         for layer in record.layers:
             basis = Basis(**bases[layer.weight])
@@ -101,8 +102,17 @@ class EKFAC(AbstractKronecker):
         return super().memory(theta) + 2 * size * theta.numel
 
 
-def _carried(moments: Tensor, old: Basis, new: Basis) -> Tensor:
-    """The diagonal in the new basis of the matrix that is diagonal, with `moments`, in the old one."""
+def _carried(moments: Tensor, a: Tensor, g: Tensor, old: Basis, new: Basis) -> Tensor:
+    """The diagonal, in the new basis, of A (x) G corrected so that its diagonal in the old one is `moments`."""
+
+    def product(basis: Basis) -> Tensor:
+        """The diagonal of A (x) G in a basis, (G, out, in)."""
+        in_a = (basis.input_vectors.mT @ a @ basis.input_vectors).diagonal(dim1=1, dim2=2)
+        in_g = (basis.score_vectors.mT @ g @ basis.score_vectors).diagonal(dim1=1, dim2=2)
+        return in_g[:, :, None] * in_a[:, None, :]
+
     r_a = (new.input_vectors.mT @ old.input_vectors).square()
     r_g = (new.score_vectors.mT @ old.score_vectors).square()
-    return r_g @ moments @ r_a.mT
+    found = (product(new) + r_g @ (moments - product(old)) @ r_a.mT).clamp_min(0)
+    total, wanted = (m.sum((1, 2), keepdim=True) for m in (found, moments))
+    return found * torch.where(total > 0, wanted / total, 0.0)

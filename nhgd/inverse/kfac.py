@@ -84,7 +84,9 @@ class KFAC(AbstractKronecker):
     def _empty(self, starts: dict[str, int], sizes: dict[str, int]) -> KroneckerState:
         return KroneckerState(starts, sizes)
 
-    def _refreshed(self, state: KroneckerState, record: LayerStatistics, rate: float) -> KroneckerState:
+    def _refreshed(
+        self, before: KroneckerState, state: KroneckerState, record: LayerStatistics, rate: float
+    ) -> KroneckerState:
         if not self._due(state):
             return state
         return replace(state, bases={layer: self.decomposed(state, layer)._asdict() for layer in state.inputs})

@@ -202,11 +202,11 @@ class AbstractKronecker(AbstractInverse):
             {n: b for n, b in bs.items() if n not in covered} for bs in (state.blocks, self._blocks(state, record))
         )
         new.blocks = merge(blocks, others, rate)
-        return self._refreshed(new, record, rate)
+        return self._refreshed(state, new, record, rate)
 
     @abstractmethod
-    def _refreshed(self, state: Any, record: LayerStatistics, rate: float) -> Any:
-        """The state, whose factors are up to date, with its eigendecompositions brought up to date where due."""
+    def _refreshed(self, before: Any, state: Any, record: LayerStatistics, rate: float) -> Any:
+        """The state, whose factors hold the batch already, with all else brought up to date where due."""
 
     def _due(self, state: KroneckerState) -> bool:
         """Whether eigendecompositions are to be made at this observation: the first, and every multiple of the period."""
