@@ -258,6 +258,11 @@ def plain_tensor() -> Made:
 PER_SAMPLE = [make for make in PROBLEMS if make is not batchnorm_train]
 # Problems with a convex inner objective: the Hessian is positive definite everywhere.
 CONVEX = [weighted_logistic, ridge_scalar, ridge_tree, dict_v, module_v, frozen_layer, plain_tensor]
+# Those on which a few hundred gradient steps converge.
+WELL_CONDITIONED = (weighted_logistic, ridge_scalar, dict_v, plain_tensor)
+
+# Problems with Linear or Conv2d layers and one ridge for all parameters.
+LAYERED = [dict_v, module_v, mlp_module, frozen_layer, batchnorm_eval, conv_net]
 
 
 @cache
@@ -297,6 +302,11 @@ class InverseCase:
         """The name of the inverse."""
         return self.make().name
 
+    @property
+    def label(self) -> str:
+        """What it is called in the list of tests."""
+        return self.make().label
+
 
 @dataclass(frozen=True)
 class HypergradientCase:
@@ -316,14 +326,29 @@ def _identity(problem: nhgd.Bilevel, batch: Any) -> Tensor:
     return torch.eye(problem.theta.numel, dtype=torch.float64) / 0.5
 
 
+def _diagonal(problem: nhgd.Bilevel, batch: Any) -> Tensor:
+    return torch.diag(oracles.damped_fisher(problem, batch).diagonal())
+
+
+def _kfac(problem: nhgd.Bilevel, batch: Any) -> Tensor:
+    return oracles.kfac(problem, [batch]) + oracles.ridge_hessian(problem)
+
+
+def _ekfac(problem: nhgd.Bilevel, batch: Any) -> Tensor:
+    return oracles.ekfac(problem, batch) + oracles.ridge_hessian(problem)
+
+
 INVERSES = [
     InverseCase(lambda: nhgd.inverse.Identity(scale=0.5), _identity),
     InverseCase(nhgd.inverse.Exact),
     InverseCase(lambda: nhgd.inverse.CG(steps=300, tol=1e-12)),
-    InverseCase(lambda: nhgd.inverse.Neumann(terms=20_000, tol=1e-10), problems=tuple(CONVEX)),
-    InverseCase(lambda: nhgd.inverse.FixedPoint(steps=20_000, tol=1e-10), problems=tuple(CONVEX)),
+    InverseCase(lambda: nhgd.inverse.Neumann(terms=20_000, tol=1e-10), problems=WELL_CONDITIONED),
+    InverseCase(lambda: nhgd.inverse.FixedPoint(steps=20_000, tol=1e-10), problems=WELL_CONDITIONED),
     InverseCase(nhgd.inverse.FisherDense, oracles.damped_fisher, problems=tuple(PER_SAMPLE)),
     InverseCase(nhgd.inverse.FisherWindow, oracles.damped_fisher, problems=tuple(PER_SAMPLE)),
+    InverseCase(nhgd.inverse.FisherDiagonal, _diagonal, problems=tuple(PER_SAMPLE)),
+    InverseCase(nhgd.inverse.KFAC, _kfac, problems=tuple(LAYERED)),
+    InverseCase(nhgd.inverse.EKFAC, _ekfac, problems=tuple(LAYERED)),
 ]
 
 HYPERGRADIENTS = [

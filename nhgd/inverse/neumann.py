@@ -92,5 +92,5 @@ class Neumann(AbstractInverse):
 
     @property
     def products(self) -> int | None:
-        """The series, the residual, the power iteration."""
+        """The series, the residual, the power iteration; a series that had to be begun again comes on top."""
         return self.terms + 1 + (self.power_steps if self.phi is None else 0)
