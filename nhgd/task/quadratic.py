@@ -48,7 +48,8 @@ class ClosedForm:
         m = len(self.B)
         curvature = self.S.T @ self.B.T @ self.B @ self.S / m
         curvature = curvature + self.rho * torch.eye(len(curvature), dtype=curvature.dtype, device=curvature.device)
-        return torch.linalg.solve(curvature, -self.S.T @ self.B.T @ (self.B @ self.theta_0 - self.target) / m)
+        best: Tensor = torch.linalg.solve(curvature, -self.S.T @ self.B.T @ (self.B @ self.theta_0 - self.target) / m)
+        return best
 
 
 @final
@@ -120,7 +121,7 @@ class Quadratic(AbstractTask):
             misfit: Tensor = 0.5 * (model(x)[:, 0] - y).square().mean()
             return misfit + 0.5 * self.rho * v.square().sum()
 
-        model = nn.Linear(d, 1, bias=False, dtype=torch.float64, device=device)
+        model = nn.utils.skip_init(nn.Linear, d, 1, bias=False, dtype=torch.float64, device=device)
         with torch.no_grad():
             model.weight.zero_()
         v = torch.zeros(p, dtype=torch.float64, device=device)
