@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import nhgd
 from nhgd.inverse import CG, AbstractInverse, Exact, FixedPoint, Identity, Neumann
@@ -19,7 +19,7 @@ from nhgd.inverse.spectrum import largest_eigenvalue
 from nhgd.inverse.state import State
 from nhgd.point import OracleCalls, Point
 from tests import oracles
-from tests.catalogue import INVERSES, InverseCase, Make, mlp_module, normal, plain_tensor, settled, weighted_logistic
+from tests.catalogue import INVERSES, InverseCase, Make, mlp_module, normal, of_classifier, plain_tensor, settled
 
 PAIRS = [pytest.param(case, make, id=f"{case.label}-{make.__name__}") for case in INVERSES for make in case.problems]
 each_pair = pytest.mark.parametrize(("case", "make"), PAIRS)
@@ -124,14 +124,13 @@ def test_one_operator_serves_many_sides(case: InverseCase) -> None:
 
 @each_inverse
 def test_float32_stays_float32(case: InverseCase) -> None:
-    problem, batch, outer_batch = weighted_logistic()
-    x, y, i = batch
-    theta = {k: t.float() for k, t in problem.theta.given.items()}
-    problem = nhgd.Bilevel(problem.inner, problem.outer, theta, problem.v.given.float(), 0.05, "bernoulli")
-    inverse, batch = case.make(), (x.float(), y.float(), i)
+    double, (x, y, i), _ = of_classifier(nn.Linear(3, 3))
+    net, batch = double.theta.given.float(), (x.float(), y, i)
+    problem = nhgd.Bilevel(double.inner, double.outer, net, double.v.given.float(), 0.05, "categorical")
+    inverse = case.make()
     state = learn(inverse, problem, [batch])
     u = torch.ones(problem.theta.numel)
-    found, _ = inverse.solve(state, u, Point(problem, [batch], outer_batch))
+    found, _ = inverse.solve(state, u, Point(problem, [batch]))
     assert found.dtype == torch.float32
     assert bool(torch.isfinite(found).all())
 
