@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -260,7 +261,7 @@ def test_warm_start_of_theta_is_an_option():
         return [row["inner_loss"] for row in history]
 
     warm, cold = losses(True), losses(False)
-    assert all(after < before for before, after in zip(warm, warm[1:], strict=False))
+    assert all(after < before for before, after in pairwise(warm))
     assert cold == pytest.approx([cold[0]] * 5, rel=1e-6)
 
 

@@ -29,7 +29,7 @@ def names() -> list[str]:
 
 
 def resolve(method: str | AbstractAlgorithm) -> AbstractAlgorithm:
-    """An algorithm from its name, from a preset's name, from aid-INVERSE, or from itself.
+    """An algorithm from its name, from a preset's name, from aid-INVERSE (also aid-cg-40), or from itself.
 
     >>> resolve("aid-identity").inverse
     Identity(scale=1.0)
@@ -44,11 +44,14 @@ def resolve(method: str | AbstractAlgorithm) -> AbstractAlgorithm:
         made = ALGORITHMS[method]()
         assert isinstance(made, AbstractAlgorithm)
         return made
-    if method.startswith("aid-") and method[4:] in INVERSES:
-        return AID(inverse=resolve_inverse(method[4:]))
     known = presets()
     if method in known:
         return known[method]
+    if method.startswith("aid-"):
+        try:
+            return AID(inverse=resolve_inverse(method.removeprefix("aid-")))
+        except InputError as error:
+            raise unknown("method", method, names()) from error
     raise unknown("method", method, names())
 
 

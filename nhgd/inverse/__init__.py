@@ -5,6 +5,8 @@ A new one is a file here, its import below, and one line in tests/catalogue.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 from nhgd.errors import InputError
 from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.inverse.cg import CG
@@ -26,8 +28,12 @@ INVERSES = Registry("inverse", AbstractInverse, list(vars().values()))
 def resolve(inverse: str | AbstractInverse) -> AbstractInverse:
     """An inverse from its name, with default settings, or from itself.
 
-    >>> resolve("cg")
-    CG(steps=40, tol=1e-08, damping=0.0)
+    A number behind the name sets how many steps it takes, and refined takes the name of what it refines.
+
+    >>> resolve("cg-10")
+    CG(steps=10, tol=1e-08, damping=0.0)
+    >>> resolve("refined-fisher_window-3").label
+    'refined(fisher_window, 3)'
     """
     if isinstance(inverse, AbstractInverse):
         return inverse
@@ -35,9 +41,20 @@ def resolve(inverse: str | AbstractInverse) -> AbstractInverse:
         raise InputError(
             f"An inverse is a name or an object such as nhgd.inverse.CG(); got a {type(inverse).__name__}."
         )
-    made = INVERSES[inverse]()
-    assert isinstance(made, AbstractInverse)
-    return made
+    name, _, number = inverse.rpartition("-")
+    if not (name and number.isdecimal()):
+        name, number = inverse, ""
+    settings: dict[str, Any] = {}
+    if name.startswith("refined-"):
+        settings["inverse"] = resolve(name.removeprefix("refined-"))
+        name = "refined"
+    cls = INVERSES[name]
+    assert issubclass(cls, AbstractInverse)
+    if number:
+        if cls.counts is None:
+            raise InputError(f"{name} takes no number of steps, so {inverse!r} means nothing. Use {name!r}.")
+        settings[cls.counts] = int(number)
+    return cls(**settings)
 
 
 def refined(

@@ -41,6 +41,7 @@ class AbstractInverse(ABC):
     """
 
     name: ClassVar[str]
+    counts: ClassVar[str | None] = None  # the field that NAME-NUMBER sets, as in cg-40
 
     @property
     def label(self) -> str:

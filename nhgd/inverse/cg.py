@@ -39,6 +39,7 @@ class CG(AbstractInverse):
     """
 
     name: ClassVar[str] = "cg"
+    counts: ClassVar[str | None] = "steps"
     steps: int = 40
     tol: float = 1e-8
     damping: float = 0.0

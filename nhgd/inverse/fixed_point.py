@@ -40,6 +40,7 @@ class FixedPoint(AbstractInverse):
     """
 
     name: ClassVar[str] = "fixed_point"
+    counts: ClassVar[str | None] = "steps"
     steps: int = 40
     lr: float | None = None
     tol: float = 1e-8

@@ -42,6 +42,7 @@ class Neumann(AbstractInverse):
     """
 
     name: ClassVar[str] = "neumann"
+    counts: ClassVar[str | None] = "terms"
     terms: int = 40
     phi: float | None = None
     power_steps: int = 10

@@ -49,6 +49,7 @@ class Refined(AbstractInverse):
     """
 
     name: ClassVar[str] = "refined"
+    counts: ClassVar[str | None] = "steps"
     inverse: AbstractInverse = field(default_factory=KFAC)
     steps: int = 5
     matrix: Matrix = "hessian"
