@@ -515,6 +515,21 @@ def test_a_batch_record_of_one_sample_is_its_row() -> None:
     close(Recorder(problem, "batch").step(batch).record.row, oracles.rows(problem, batch)[0])
 
 
+def test_a_batch_record_with_a_module_as_v() -> None:
+    """Its weights carry a graph to v."""
+    weigh = nn.Linear(3, 1).double()
+    nn.init.zeros_(weigh.weight)
+    problem = nhgd.Bilevel(
+        lambda net, v, x: (net(x).square().sum(1), v(x)[:, 0].exp()),
+        lambda net, v, x: net(x).sum(),
+        nn.Linear(3, 2).double(),
+        weigh,
+    )
+    x = normal(5, 3)
+    row = Recorder(problem, "batch").step(x).record.row
+    close(row, (5 * float(weigh.bias.detach().exp())) ** 0.5 * oracles.scores(problem, x).mean(0))
+
+
 def test_a_batch_record_refuses_uneven_weights() -> None:
     problem, batch, _ = plain_tensor()
     with pytest.raises(nhgd.InputError, match="weights of a batch differ"):
