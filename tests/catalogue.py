@@ -349,6 +349,7 @@ INVERSES = [
     InverseCase(nhgd.inverse.FisherDiagonal, _diagonal, problems=tuple(PER_SAMPLE)),
     InverseCase(nhgd.inverse.KFAC, _kfac, problems=tuple(LAYERED)),
     InverseCase(nhgd.inverse.EKFAC, _ekfac, problems=tuple(LAYERED)),
+    InverseCase(lambda: nhgd.inverse.refined("fisher_dense", steps=100, tol=1e-12), problems=tuple(PER_SAMPLE)),
 ]
 
 HYPERGRADIENTS = [
