@@ -32,6 +32,10 @@ class AbstractLikelihood(ABC):
             losses: (B,), unweighted.
         """
 
+    def verify(self, outputs: Tensor, losses: Tensor) -> None:
+        """Refuse losses that are evidently not those of this likelihood; by default nothing is known of them."""
+        return
+
     def sample(self, outputs: Tensor, losses: Tensor) -> Tensor:
         """(1, *outputs.shape), random, with E[ r r^T ] = Lambda: a random sign on every root, summed."""
         roots = self.roots(outputs, losses)
@@ -53,6 +57,10 @@ class Categorical(AbstractLikelihood):
     """
 
     name: ClassVar[str] = "categorical"
+
+    def verify(self, outputs: Tensor, losses: Tensor) -> None:
+        """The Hessian of cross-entropy in the scores is Lambda itself, whatever the labels."""
+        _same_curvature(self, outputs, losses)
 
     def roots(self, outputs: Tensor, losses: Tensor) -> Tensor:
         """One root for each class."""
@@ -83,6 +91,10 @@ class Bernoulli(AbstractLikelihood):
 
     name: ClassVar[str] = "bernoulli"
 
+    def verify(self, outputs: Tensor, losses: Tensor) -> None:
+        """The Hessian of cross-entropy in the logits is Lambda itself, whatever the labels."""
+        _same_curvature(self, outputs, losses)
+
     def roots(self, outputs: Tensor, losses: Tensor) -> Tensor:
         """One root for each logit."""
         p = outputs.detach().sigmoid()
@@ -103,6 +115,10 @@ class Gaussian(AbstractLikelihood):
 
     name: ClassVar[str] = "gaussian"
 
+    def verify(self, outputs: Tensor, losses: Tensor) -> None:
+        """The Hessian of a squared error is diagonal."""
+        _same_curvature(self, outputs, losses)
+
     def roots(self, outputs: Tensor, losses: Tensor) -> Tensor:
         """One root for each output."""
         with torch.enable_grad():
@@ -117,6 +133,26 @@ class Gaussian(AbstractLikelihood):
                 " upwards in them. Return the very tensor that the losses were computed from."
             )
         return _columns(curvature.sqrt())
+
+
+def _same_curvature(likelihood: AbstractLikelihood, outputs: Tensor, losses: Tensor) -> None:
+    """Compare the Hessian of the losses in the outputs with Lambda, along one random direction for each sample."""
+    roots = likelihood.roots(outputs, losses)  # (K, B, ...)
+    probe = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
+    with torch.enable_grad():
+        slope = torch.autograd.grad(losses.sum(), outputs, create_graph=True, materialize_grads=True)[0]
+        found = torch.zeros_like(probe)
+        if slope.requires_grad:
+            found = torch.autograd.grad(slope, outputs, probe, retain_graph=True, materialize_grads=True)[0]
+    along = (roots * probe).reshape(*roots.shape[:2], -1).sum(2)  # (K, B)
+    expected = (roots * along.reshape(*along.shape, *[1] * (roots.ndim - 2))).sum(0)
+    if not torch.allclose(found, expected, rtol=0.05, atol=1e-3 * float(expected.abs().max()) + 1e-4):
+        ratio = float(found.norm() / expected.norm().clamp_min(torch.finfo(expected.dtype).tiny))
+        raise InputError(
+            f"likelihood='{likelihood.name}' does not describe these losses: their curvature in Losses.outputs is about"
+            f" {ratio:.3g} times what it says. Sum over the outputs of a sample instead of averaging, put class weights and"
+            " masks into Losses.weights, and return the very outputs that the losses were computed from."
+        )
 
 
 def _columns(root: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -112,8 +113,11 @@ class Bilevel:
         self.outer = outer
         self.theta = Variable(theta, "theta")
         self.v = Variable(v, "v")
-        if not callable(l2) and not 0 <= float(l2) < float("inf"):
-            raise InputError(f"l2 must be a number of at least 0 or a function of v, got {l2}.")
+        if not callable(l2) and not (isinstance(l2, Real) and 0 <= l2 < float("inf")):
+            kind = f"a {type(l2).__name__}" if not isinstance(l2, Real) else l2
+            raise InputError(
+                f"l2 must be a number of at least 0 or a function of v such as lambda v: v.exp(), got {kind}."
+            )
         if isinstance(likelihood, str) and likelihood not in LIKELIHOODS:
             raise unknown("likelihood", likelihood, LIKELIHOODS)
         self.l2 = l2
@@ -236,6 +240,7 @@ class Bilevel:
         with self.guarded(seed=0), torch.enable_grad():
             losses = self.losses(inner_batch)
             self._finite_losses(losses)
+            self._check_ridge()
             data = losses.mean()
             # Without the ridge, which depends on theta whatever inner() does.
             in_theta = _gradients(data, self.theta.leaves)
@@ -258,6 +263,14 @@ class Bilevel:
                 raise InputError(
                     f"The {level} loss is finite, but its gradient holds nan or inf. Look for sqrt, log, a norm or a division"
                     " at 0 in it."
+                )
+
+    def _check_ridge(self) -> None:
+        for name, coefficient in zip(self.theta.names, self.ridge_coefficients(), strict=True):
+            low = float(torch.as_tensor(coefficient).detach().min())
+            if not 0 <= low < float("inf"):
+                raise InputError(
+                    f"l2(v) is {low:.3g} for {name!r}; a ridge must be at least 0. Pass it through exp() or softplus()."
                 )
 
     def _finite_losses(self, losses: Losses) -> None:
@@ -325,6 +338,8 @@ def _losses(result: InnerResult, batch: Batch) -> Losses:
             raise InputError(f"inner() returned weights of shape {shape} for losses of shape {tuple(values.shape)}.")
         if values.ndim == 0:
             raise InputError("Weights need one loss for each sample, but inner() returned a scalar loss.")
+        if weights.dtype != values.dtype:  # counts, for example: their square roots would be rounded to float32
+            result = replace(result, weights=weights.to(values.dtype))
     if outputs is not None and values.ndim == 1 and (outputs.ndim == 0 or outputs.shape[0] != values.shape[0]):
         raise InputError(
             f"Losses.outputs has shape {tuple(outputs.shape)}; its first dimension must be the {values.shape[0]} samples."

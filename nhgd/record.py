@@ -178,6 +178,7 @@ class Recorder:
         self._shapes = {n: leaf.shape for n, leaf in zip(problem.theta.names, problem.theta.leaves, strict=True)}
         self._verified: set[str] = set()  # weights whose layers were looked at once
         self._unaccounted: set[str] = set()
+        self._likely = False  # whether the likelihood was compared with the losses
         self._others = OneSampleGradients(problem)
 
     def step(self, batch: Batch) -> InnerStep:
@@ -308,8 +309,12 @@ class Recorder:
         """The roots of the likelihood in output space, (K, B, ...), or None for the empirical Fisher matrix."""
         if self.likelihood is None:
             return None
+        outputs = losses.outputs_for(f"fisher='{self.fisher}'")
+        if not self._likely:
+            self.likelihood.verify(outputs, losses.values)
+            self._likely = True
         draw = self.likelihood.sample if self.fisher == "sampled" else self.likelihood.roots
-        return draw(losses.outputs_for(f"fisher='{self.fisher}'"), losses.values).detach()
+        return draw(outputs, losses.values).detach()
 
     def _layers(
         self,
@@ -322,7 +327,8 @@ class Recorder:
         weights = torch.ones_like(losses.values) if losses.weights is None else losses.weights
         root = weights.detach().sqrt()
         # The backward pass of mean_i( w_i l_i ) gave w_i / B times a score, the one of r_ik . z_i the score itself.
-        scale = root if seeded else torch.where(root > 0, samples / root, 0.0)
+        # The root of a negative weight is nan and stays so: a sample must not vanish without a word.
+        scale = root if seeded else torch.where(root == 0, 0.0, samples / root)
         grouped: dict[str, list[tuple[_Call, tuple[Tensor, ...]]]] = {}
         for position, call in enumerate(calls):
             if call.output_shape[0] != samples or len(call.output_shape) < 2 or call.input.shape[0] != samples:
@@ -425,6 +431,8 @@ class Recorder:
         if losses.weights is None:
             return 1.0
         low, high = float(losses.weights.min()), float(losses.weights.max())
+        if low < 0:
+            raise InputError(f"A weight is {low:.3g}. Weights must be at least 0.")
         if high - low > 1e-6 * max(abs(high), 1e-12):
             raise InputError(
                 f"The weights of a batch differ (from {low:.3g} to {high:.3g}), and the gradient of the batch alone would"

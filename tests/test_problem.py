@@ -101,10 +101,18 @@ def test_the_ridge_as_a_function(l2: Any) -> None:
     close(oracles.join(gradient), 2 * oracles.ridge(made).detach() * oracles.theta_of(made))
 
 
-@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
-def test_a_ridge_that_is_no_ridge(bad: float) -> None:
-    with pytest.raises(nhgd.InputError, match="l2 must be a number of at least 0 or a function of v"):
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), "0.1", None, torch.tensor(0.1), {"w": 0.1}])
+def test_a_ridge_that_is_no_ridge(bad: Any) -> None:
+    """A tensor is refused too: it would not follow v."""
+    with pytest.raises(nhgd.InputError, match="l2 must be a number of at least 0 or a function of v such as"):
         problem(l2=bad)
+
+
+@pytest.mark.parametrize("low", [-0.5, float("nan")])
+def test_a_ridge_below_zero(low: float) -> None:
+    made = problem(l2=lambda v: torch.tensor([1.0, low, 1.0], dtype=torch.float64) + 0 * v)
+    with pytest.raises(nhgd.InputError, match=r"l2\(v\) is (-0.5|nan) for 'theta'.*exp\(\) or softplus\(\)"):
+        made.validate((X, Y), (X, Y))
 
 
 @pytest.mark.parametrize(

@@ -273,6 +273,24 @@ def test_layers_and_rows_equal_the_loop(name: str) -> None:
     close(assembled(layers, problem), expected)
 
 
+def test_parameters_outside_layers_are_reached_through_attributes() -> None:
+    """The module has no forward; its norm is evaluated one sample at a time with other tensors in place."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.ModuleDict({"linear": nn.Linear(3, 3), "norm": nn.LayerNorm(3)})
+
+    problem, batch = weighing(Parts(), normal(5, 3))
+    problem.inner = lambda parts, v, batch: cross_entropy(
+        lambda x: parts.encoder["norm"](parts.encoder["linear"](x)), v, batch
+    )
+    with oracles.undisturbed(problem):
+        record = Recorder(problem, "layer").step(batch).record
+    assert record.other_names == ("encoder.norm.weight", "encoder.norm.bias")
+    close(assembled(record, problem), oracles.rows(problem, batch))
+
+
 @pytest.mark.parametrize("make", PER_SAMPLE, ids=lambda make: make.__name__)
 def test_every_problem_equals_the_loop(make: Make) -> None:
     problem, batch, _ = make()
@@ -495,6 +513,55 @@ def test_a_likelihood_of_ones_own() -> None:
     close(rows, weights * oracles.jacobians(problem, batch).sum(1))
 
 
+@pytest.mark.parametrize(
+    ("likelihood", "loss", "ratio"),
+    [
+        ("categorical", lambda z, y: F.cross_entropy(z, y, reduction="none") / 3, "0.333"),
+        ("categorical", lambda z, y: F.cross_entropy(z, y, torch.tensor([1.0, 5, 1]).double(), reduction="none"), ""),
+        ("categorical", lambda z, y: F.cross_entropy(2 * z, y, reduction="none"), ""),
+        ("categorical", lambda z, y: (z - F.one_hot(y, 3)).square().sum(1), ""),
+        (
+            "bernoulli",
+            lambda z, y: F.binary_cross_entropy_with_logits(z, F.one_hot(y, 3).double(), reduction="none").mean(1),
+            "0.333",
+        ),
+        ("gaussian", lambda z, y: (z - y[:, None]).sum(1).square(), ""),
+    ],
+)
+@pytest.mark.parametrize("fisher", ["exact", "sampled"])
+def test_a_likelihood_that_is_not_that_of_the_losses(likelihood: str, loss: Any, ratio: str, fisher: Any) -> None:
+    """A wrong scale is invisible to an optimiser and wrong in a hypergradient."""
+    problem, batch = weighing(nn.Linear(3, 3), normal(5, 3), likelihood=likelihood)
+
+    def inner(net: Any, v: Any, batch: Any) -> nhgd.Losses:
+        z = net(batch[0])
+        return nhgd.Losses(loss(z, batch[1]), v[batch[2]].exp(), z)
+
+    problem.inner = inner
+    sentence = rf"likelihood='{likelihood}' does not describe these losses.*about {ratio}.*times what it says"
+    with pytest.raises(nhgd.InputError, match=sentence):
+        Recorder(problem, "sample", fisher).step(batch)
+
+
+def test_smoothed_labels_have_the_same_fisher() -> None:
+    problem, batch = of_likelihood("categorical", mixed())
+
+    def inner(net: Any, v: Any, batch: Any) -> nhgd.Losses:
+        z = net(batch[0])
+        return nhgd.Losses(F.cross_entropy(z, batch[1], reduction="none", label_smoothing=0.1), v[batch[2]].exp(), z)
+
+    problem.inner = inner
+    found = Recorder(problem, "sample", "exact").step(batch).record
+    close(matrix(found, problem), oracles.ggn(problem, batch))
+
+
+def test_sure_predictions_are_not_taken_for_a_wrong_likelihood() -> None:
+    problem, batch = weighing(nn.Linear(3, 3), normal(5, 3), likelihood="categorical")
+    oracles.assign(problem.theta.given, 1e3 * oracles.theta_of(problem))
+    rows = Recorder(problem, "sample", "exact").step(batch).record.rows
+    close(rows.T @ rows / 5, oracles.ggn(problem, batch))
+
+
 # The gradient of a batch as a record.
 
 
@@ -528,6 +595,29 @@ def test_a_batch_record_with_a_module_as_v() -> None:
     x = normal(5, 3)
     row = Recorder(problem, "batch").step(x).record.row
     close(row, (5 * float(weigh.bias.detach().exp())) ** 0.5 * oracles.scores(problem, x).mean(0))
+
+
+def test_negative_weights_do_not_vanish() -> None:
+    """Validation refuses them; should they come later, they show as nan, or in words."""
+    problem, batch = weighing(nn.Linear(3, 3), normal(5, 3))
+    inner = problem.inner
+    problem.inner = lambda *args: nhgd.Losses(inner(*args).values, problem.v.given)
+    problem.v.given.fill_(1.0)
+    problem.v.given[2] = -1.0
+    rows = Recorder(problem, "sample").step(batch).record.rows
+    assert torch.isnan(rows).any(1).tolist() == [False, False, True, False, False]
+    problem.v.given.fill_(-1.0)
+    with pytest.raises(nhgd.InputError, match="A weight is -1"):
+        Recorder(problem, "batch").step(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_weights_of_another_dtype_are_exact(dtype: torch.dtype) -> None:
+    problem, batch = weighing(nn.Linear(3, 3), normal(5, 3))
+    inner, weights = problem.inner, torch.tensor([3, 0, 7, 1, 2]).to(dtype)
+    problem.inner = lambda *args: nhgd.Losses(inner(*args).values, weights[args[2][2]])
+    rows = Recorder(problem, "sample").step(batch).record.rows
+    close(rows, weights.double().sqrt()[:, None] * oracles.scores(problem, batch))
 
 
 def test_a_batch_record_refuses_uneven_weights() -> None:
