@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any, TypeAlias
 
@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nhgd
+from nhgd.algorithm import AID, NHGD, AbstractAlgorithm
 from nhgd.hypergradients import AbstractHypergradient, Implicit, Unrolled
 from nhgd.inverse import AbstractInverse
+from nhgd.schedule import Power
+from nhgd.task import Instance
 from tests import oracles
 
 Made: TypeAlias = tuple[nhgd.Bilevel, Any, Any]
@@ -357,6 +360,91 @@ HYPERGRADIENTS = [
     HypergradientCase(lambda: Unrolled(steps=400), problems=(weighted_logistic, ridge_scalar, plain_tensor)),
 ]
 
-ALGORITHMS: list[Any] = []
+
+def v_star(instance: Instance) -> Tensor:
+    """Where a consistent algorithm ends on the quadratic."""
+    return instance.extra.v_star()
+
+
+def ends_with(matrix: Callable[[Instance, Tensor], Tensor]) -> Callable[[Instance], Tensor]:
+    """Where an algorithm ends that takes matrix(instance, v) for the inner Hessian, theta at its optimum.
+
+    There grad_v f = X^T M(v)^{-1} grad_theta f(theta*(v)), with X the cross derivative: a linear equation for given M.
+    """
+
+    def end(instance: Instance) -> Tensor:
+        a = instance.extra
+        outer, m = a.B.T @ a.B / len(a.B), a.B.T @ (a.B @ a.theta_0 - a.target) / len(a.B)
+        v = a.v_star()
+        for _ in range(200):
+            pulled = torch.linalg.solve(matrix(instance, v), a.cross).T  # X^T M^{-1}, (p, d)
+            eye = torch.eye(len(v), dtype=v.dtype)
+            v = torch.linalg.solve(a.rho * eye - pulled @ outer @ a.S, pulled @ m)
+        return v
+
+    return end
+
+
+def identity_matrix(instance: Instance, v: Tensor) -> Tensor:
+    """The Hessian that T1-T2 assumes."""
+    return torch.eye(len(instance.extra.hessian), dtype=v.dtype)
+
+
+def kfac_matrix(instance: Instance, v: Tensor) -> Tensor:
+    """The Hessian that K-FAC assumes on one linear output: its mean squared score times mean a a^T, and the ridge."""
+    a, b, c = instance.full_inner
+    scores = a @ instance.extra.theta_star(v) - b - c @ v
+    eye = torch.eye(a.shape[1], dtype=v.dtype)
+    return scores.square().mean() * a.T @ a / len(a) + instance.problem.ridge_diagonal()[0] * eye
+
+
+def fisher_matrix(instance: Instance, v: Tensor) -> Tensor:
+    """The empirical Fisher matrix at the inner optimum, and the ridge."""
+    a, b, c = instance.full_inner
+    scores = a @ instance.extra.theta_star(v) - b - c @ v
+    eye = torch.eye(a.shape[1], dtype=v.dtype)
+    return (a * scores.square()[:, None]).T @ a / len(a) + instance.problem.ridge_diagonal()[0] * eye
+
+
+@dataclass(frozen=True)
+class AlgorithmCase:
+    """An algorithm, how to run it on the small quadratic (d = 6, p = 3, n = 60), and where it must end.
+
+    Args:
+        make: the algorithm.
+        end: the v it converges to with full batches: v_star, or what its own bias predicts in closed form.
+        settings: of the solver, over those of the task.
+        steps: outer steps that suffice.
+        tol: relative error of v then.
+        noisy: settings, outer steps and the relative error allowed with batches of 20 samples; None: not examined.
+    """
+
+    make: Callable[[], AbstractAlgorithm]
+    end: Callable[[Instance], Tensor] = v_star
+    settings: dict[str, Any] = field(default_factory=dict)
+    steps: int = 150
+    tol: float = 1e-4
+    noisy: tuple[dict[str, Any], int, float] | None = None
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the algorithm, and what tells this case from its others."""
+        return f"{self.make().name} {self.label}".strip()
+
+
+ALGORITHMS: list[AlgorithmCase] = [
+    AlgorithmCase(AID),
+    AlgorithmCase(lambda: AID(batches="all"), noisy=({"outer_lr": Power(0.5, 0.7)}, 150, 0.25), label="all data"),
+    AlgorithmCase(lambda: AID(nhgd.inverse.Neumann(terms=100, tol=1e-6)), label="neumann"),
+    AlgorithmCase(lambda: AID(nhgd.inverse.FixedPoint(steps=100, tol=1e-6)), label="fixed_point"),
+    AlgorithmCase(lambda: AID(nhgd.inverse.Identity()), ends_with(identity_matrix), label="identity"),
+    AlgorithmCase(NHGD, ends_with(kfac_matrix), noisy=({"outer_lr": Power(0.5, 0.7)}, 150, 0.45)),
+    AlgorithmCase(lambda: NHGD(nhgd.inverse.FisherWindow(window=60)), ends_with(fisher_matrix), label="window"),
+    AlgorithmCase(lambda: NHGD(nhgd.inverse.FisherWindow(window=60, fisher="exact")), label="exact window"),
+    AlgorithmCase(lambda: NHGD(refine=6), label="refined"),
+    AlgorithmCase(lambda: NHGD(refine=6, cross="trajectory"), label="trajectory"),
+    AlgorithmCase(lambda: NHGD(inner="natural"), ends_with(kfac_matrix), {"inner_steps": 5}, label="natural"),
+]
 EXECUTORS: list[Any] = []
 TASKS: list[Any] = []

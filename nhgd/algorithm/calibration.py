@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from nhgd.algorithm.stage import Stage
-from nhgd.inverse.base import AbstractInverse
+from nhgd.inverse import AbstractInverse, Refined
 from nhgd.memory import synchronise
-from nhgd.point import OracleCalls, Point
+from nhgd.point import OracleCalls
 from nhgd.record import Recorder
 
 
@@ -21,16 +21,16 @@ def calibrated(stage: Stage) -> AbstractInverse | None:
     inverse: Any = stage.inverse
     if inverse is None or getattr(inverse, "overhead", None) is None:
         return stage.inverse
+    learner: Any = inverse.inverse if isinstance(inverse, Refined) else inverse
     problem = stage.problem
     batch = stage.inner_batch()
     calls = OracleCalls()  # measuring is no part of the run's work
     plain, recording = Recorder(problem, calls=calls), Recorder(problem, inverse.records, inverse.fisher, calls)
     state = inverse.observe(inverse.init(problem.theta), recording.step(batch).record)
-    at = Point(problem, [batch], calls=calls)
     with problem.guarded(seed=0):
         inner = _median(lambda: plain.step(batch), problem.theta.device)
         both = _median(lambda: inverse.observe(state, recording.step(batch).record), problem.theta.device)
-        invert = _median(lambda: inverse.operator(state, at), problem.theta.device)
+        invert = _median(lambda: [learner.decomposed(state, layer) for layer in state.inputs], problem.theta.device)
     chosen: AbstractInverse = inverse.with_periods(
         inner_seconds=inner, factor_seconds=max(both - inner, 1e-9), invert_seconds=invert
     )

@@ -56,6 +56,9 @@ class LevenbergMarquardt:
         before = float(found.value)
         predicted = lr * (1 - lr / 2) * float(gradient.dot(direction))
         ratio = (before - after) / predicted if predicted > 0 else -1.0
+        rounding = 100 * torch.finfo(theta.dtype).eps * abs(before)
+        if abs(predicted) <= rounding and abs(after - before) <= rounding:
+            return found.value  # at the optimum the ratio is noise
         if not after <= before:
             theta.assign(here)
             self.damping *= 4

@@ -36,9 +36,10 @@ def implicit(
     outer = at.outer()
     x, stats = inverse.solve(state, outer.theta, at, start)
     if stats.notes.get("negative_curvature"):
+        left = "" if stats.residual is None else f" (residual {stats.residual:.2g})"
         warnings.warn(
             f"The inner Hessian is not positive definite at this point, so {inverse.name} stopped at its last safe"
-            f" iterate (residual {stats.residual:.2g}). Train the inner problem further, add l2, or set damping.",
+            f" iterate{left}. Train the inner problem further, add l2, or set damping.",
             InverseWarning,
             stacklevel=3,
         )

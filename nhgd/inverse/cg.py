@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nhgd.errors import NonFiniteError, not_negative, positive
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.beginning import begin
 from nhgd.point import Point
 from nhgd.variable import Variable
 
@@ -49,13 +50,12 @@ class CG(AbstractInverse):
         not_negative("CG", tol=self.tol, damping=self.damping)
 
     def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
-        """Iterate from `start`, or from zero."""
+        """Iterate from `start` where it is better than zero, or from zero."""
         before = at.calls.hvps
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
         # Below this the recursion goes on in numbers too small to mean anything, until they vanish.
         tol = max(self.tol, torch.finfo(u.dtype).eps ** 2)
-        x = torch.zeros_like(u) if start is None else start.clone()
-        r = u.clone() if start is None else u - self._product(at, x)
+        x, r = begin(u, lambda x: self._product(at, x), start)
         p = r.clone()
         rr = float(r.dot(r))
         negative = False
@@ -88,5 +88,5 @@ class CG(AbstractInverse):
 
     @property
     def products(self) -> int | None:
-        """At most `steps`."""
+        """At most `steps`, one more to try a given start."""
         return self.steps

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nhgd.errors import not_negative, positive
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.beginning import begin
 from nhgd.inverse.spectrum import largest_eigenvalue
 from nhgd.point import Point
 from nhgd.variable import Variable
@@ -54,15 +55,14 @@ class FixedPoint(AbstractInverse):
             positive("FixedPoint", lr=self.lr)
 
     def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
-        """Iterate from `start`, or from zero."""
+        """Iterate from `start` where it is better than zero, or from zero."""
         before = at.calls.hvps
         lr = self.lr
         if lr is None:
             top = largest_eigenvalue(at, u, self.power_steps) + self.damping
             lr = 1.0 / top if top > 0 else 1.0
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
-        x = torch.zeros_like(u) if start is None else start.clone()
-        r = u.clone() if start is None else self._residual(at, u, x)
+        x, r = begin(u, lambda x: at.hvp(x) + self.damping * x, start)
         residual = float(r.norm()) / size
         worst = 10 * max(residual, 1.0)
         for _ in range(self.steps):

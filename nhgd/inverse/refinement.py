@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nhgd.errors import InputError, not_negative, positive, unknown
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.beginning import begin
 from nhgd.inverse.kfac import KFAC
 from nhgd.point import Point
 from nhgd.record import FisherKind, InnerRecord, RecordKind
@@ -95,20 +96,18 @@ class Refined(AbstractInverse):
         return self.inverse.observe(state, record)
 
     def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
-        """Iterate from `start`, or from zero."""
+        """Iterate from `start` where it is better than zero, or from zero."""
         before = at.calls.hvps
         product = at.hvp if self.matrix == "hessian" else at.ggn
         precondition = self.inverse.operator(state, at)
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
-        x = torch.zeros_like(u) if start is None else start.clone()
-        r = u.clone() if start is None else u - product(x)
+        x, r = begin(u, product, start)
         z = precondition(r)
-        if start is None:
-            safe = z
         p = z.clone()
         rz = float(r.dot(z))
         residual = float(r.norm()) / size
-        taken, negative = 0, False
+        taken, negative, untouched = 0, False, not bool(x.any())
+        safe = z
         while residual > self.tol and taken < self.steps:
             hp = product(p)
             taken += 1
@@ -125,11 +124,11 @@ class Refined(AbstractInverse):
             z = precondition(r)
             rz, old = float(r.dot(z)), rz
             p = z + (rz / old) * p
-        if negative and taken == 1 and start is None:
+        untouched = untouched and negative and taken == 1
+        if untouched:
             x = safe
         notes = {"iterations": taken, "negative_curvature": negative, "inverse": self.inverse.name}
-        measured = None if negative and taken == 1 and start is None else residual
-        return x, SolveStats(measured, at.calls.hvps - before, residual <= self.tol, notes)
+        return x, SolveStats(None if untouched else residual, at.calls.hvps - before, residual <= self.tol, notes)
 
     def operator(self, state: Any, at: Point) -> Callable[[Tensor], Tensor]:
         """What the inverse inside gives: a preconditioner needs no products of its own."""

@@ -1,0 +1,191 @@
+"""check and plan: the truth about an inverse, and what it costs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import nhgd
+from nhgd.inverse import CG, INVERSES, Identity
+from nhgd.memory import PeakMemory
+from nhgd.plan import readable
+from tests import catalogue, oracles
+
+
+def test_every_inverse_has_a_row_with_the_error_the_oracle_gives():
+    problem, inner, outer = catalogue.settled(catalogue.frozen_layer)
+    with oracles.undisturbed(problem):
+        report = nhgd.check(problem, inner, outer)
+    assert [row["inverse"] for row in report.rows] == list(INVERSES)
+    exact = oracles.hypergradient(problem, inner, outer)
+    for row in report.rows:
+        assert row["error"] is None
+        found = nhgd.hypergradient(problem, inner, outer, inverse=row["inverse"]).grad
+        assert row["relative_error"] == pytest.approx(float((found - exact).norm() / exact.norm()), rel=1e-5, abs=1e-9)
+        assert row["cosine"] == pytest.approx(float(torch.cosine_similarity(found, exact, dim=0)), abs=1e-9)
+        assert row["milliseconds"] > 0
+        assert row["megabytes"] > 0
+    by_name = {row["inverse"]: row for row in report.rows}
+    assert by_name["exact"]["relative_error"] < 1e-10
+    assert by_name["cg"]["relative_error"] < 1e-7 < by_name["identity"]["relative_error"]
+    assert by_name["identity"]["hvps"] == 0
+
+
+def test_the_reference_above_the_dense_limit_is_as_exact():
+    problem, inner, outer = catalogue.settled(catalogue.mlp_module)
+    dense = nhgd.check(problem, inner, outer, inverses=["cg-3"])
+    iterative = nhgd.check(problem, inner, outer, inverses=["cg-3"], dense_below=1)
+    assert iterative.reference["method"] == "preconditioned conjugate gradients"
+    assert iterative.reference["residual"] < 1e-9
+    assert iterative.rows[0]["relative_error"] == pytest.approx(dense.rows[0]["relative_error"], rel=1e-6)
+
+
+def test_batchnorm_in_training_mode_refuses_per_sample_inverses_in_their_row_alone():
+    problem, inner, outer = catalogue.settled(catalogue.batchnorm_train)
+    report = nhgd.check(problem, inner, outer, inverses=["kfac", "cg"], dense_below=1)
+    assert "BatchNorm" in report.rows[0]["error"]
+    assert report.rows[1]["relative_error"] < 1e-6
+    assert "BatchNorm" in str(report)
+
+
+def test_distance_from_the_inner_optimum():
+    problem, inner, outer = catalogue.settled(catalogue.weighted_logistic)
+    settled = nhgd.check(problem, inner, outer, inverses=["cg"])
+    assert settled.inner_distance < 1e-9
+    assert "at the inner optimum" in settled.advice[0]
+    theta = problem.theta.flat()
+    problem.theta.assign(theta + 0.3)
+    away = nhgd.check(problem, inner, outer, inverses=["cg"])
+    matrix = oracles.hessian(problem, inner)
+    step = torch.linalg.solve(matrix, oracles.gradient(problem, inner))
+    assert away.inner_distance == pytest.approx(float(step.norm() / (theta + 0.3).norm()), rel=1e-8)
+    assert "away from the inner optimum" in away.advice[0]
+
+
+def test_distance_of_the_fisher_matrix():
+    problem, inner, outer = catalogue.settled(catalogue.plain_tensor)
+    report = nhgd.check(problem, inner, outer, inverses=["cg"])
+    f, h = oracles.fisher(problem, inner) + torch.diag(problem.ridge_diagonal()), oracles.hessian(problem, inner)
+    # Eight Gaussian probes from a fixed seed: the ratio of two norms, each within a factor of 2 with near certainty.
+    assert report.fisher_distance == pytest.approx(float((f - h).norm() / h.norm()), rel=0.5)
+    u = torch.func.grad(lambda t: oracles.outer(problem, outer, t))(oracles.theta_of(problem))
+    x = torch.linalg.solve(h, u)
+    assert report.fisher_residual == pytest.approx(float(((f - h) @ x).norm() / u.norm()), rel=1e-8)
+
+
+def test_a_scalar_loss_has_no_fisher_matrix():
+    x = torch.randn(6, 2).double()
+    problem = nhgd.Bilevel(
+        lambda theta, v, x: ((x @ theta - 1) ** 2).mean() + v * theta.sum(),
+        lambda theta, v, x: theta.square().sum(),
+        torch.zeros(2).double(),
+        torch.zeros(()).double(),
+        l2=0.1,
+    )
+    report = nhgd.check(problem, x, x, inverses=["cg", "kfac"])
+    assert report.fisher_distance is None
+    assert report.rows[0]["relative_error"] < 1e-7
+    assert "scalar" in report.rows[1]["error"]
+    assert "scalar" in report.advice[-1]
+
+
+def test_a_saddle_is_called_one():
+    x = torch.zeros(3).double()
+    signs = torch.tensor([1.0, -2.0]).double()
+    problem = nhgd.Bilevel(
+        lambda theta, v, x: ((signs * theta.square()).sum() + v * theta.sum()).expand(len(x)),
+        lambda theta, v, x: theta.sum(),
+        torch.zeros(2).double(),
+        torch.zeros(()).double(),
+    )
+    assert "not positive definite" in nhgd.check(problem, x, x, inverses=["identity"]).advice[0]
+
+
+def test_learn_from_other_batches_than_the_products():
+    problem, inner, outer = catalogue.settled(catalogue.frozen_layer)
+    x, y, i = inner
+    parts = [(x[:5], y[:5], i[:5]), (x[5:], y[5:], i[5:])]
+    whole = nhgd.check(problem, inner, outer, inverses=["fisher_window", "cg"])
+    split = nhgd.check(problem, inner, outer, inverses=["fisher_window", "cg"], inner_data=parts)
+    half = nhgd.check(problem, inner, outer, inverses=["fisher_window", "cg"], learn_from=parts[:1])
+    for a, b in zip(whole.rows, split.rows, strict=True):
+        assert a["relative_error"] == pytest.approx(b["relative_error"], rel=1e-6, abs=1e-9)
+    assert half.rows[0]["relative_error"] != pytest.approx(whole.rows[0]["relative_error"], rel=1e-3)
+    assert half.rows[1]["relative_error"] < 1e-7
+    assert split.rows[1]["hvps"] == 2 * whole.rows[1]["hvps"]
+
+
+def test_unknown_inverse():
+    problem, inner, outer = catalogue.weighted_logistic()
+    with pytest.raises(nhgd.InputError, match="Did you mean 'identity'"):
+        nhgd.check(problem, inner, outer, inverses=["identiti"])
+
+
+def test_peak_memory_counts_what_lives_at_once():
+    with PeakMemory() as peak:
+        a = torch.zeros(1000)  # 4000 bytes
+        b = a + 1
+        del a
+        c = b * 2  # never more than two of them at once
+        del b, c
+    assert peak.bytes == 8000
+    with PeakMemory() as peak:
+        x = torch.zeros(500, requires_grad=True)
+        y = x.exp()  # kept for the backward pass
+        z = y * 2
+        torch.autograd.grad(z.sum(), x)
+    assert peak.bytes >= 3 * 2000
+
+
+def test_plan_allocates_nothing_of_the_size_it_speaks_of():
+    problem = nhgd.Bilevel(
+        lambda theta, v, x: (x @ theta - v) ** 2,
+        lambda theta, v, x: theta.sum(),
+        torch.zeros(200_000),
+        torch.zeros(()),
+    )
+    with PeakMemory() as peak:
+        plan = nhgd.plan(problem)
+    by_name = {row["inverse"]: row for row in plan.rows}
+    assert set(by_name) == set(INVERSES)
+    assert by_name["exact"]["bytes"] == 200_000**2 * 20
+    assert "refused above max_dim" in by_name["exact"]["note"]
+    assert not by_name["exact"]["fits"]
+    assert "does not fit" in by_name["exact"]["note"]
+    assert by_name["cg"]["bytes"] == 4 * 800_000
+    assert peak.bytes < 20e6
+    assert "800.0 GB" in str(plan)
+
+
+def test_plan_times_a_gradient_when_it_is_given_a_batch():
+    problem, inner, _ = catalogue.mlp_module()
+    with oracles.undisturbed(problem):
+        plan = nhgd.plan(problem, inner, inverses=[CG(steps=10), Identity()])
+    assert plan.measured
+    assert plan.gradient_milliseconds > 0
+    assert plan.rows[0]["milliseconds"] == pytest.approx(20 * plan.gradient_milliseconds, rel=0.01)
+    assert plan.rows[1]["milliseconds"] == 0
+
+
+@pytest.mark.parametrize("name", ["kfac", "ekfac", "fisher_window", "fisher_dense", "fisher_diagonal", "exact", "cg"])
+def test_plans_hold_within_a_factor_of_three(name):
+    """What is planned against what is measured, where the state outweighs the batch."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(200, 3)
+    x, y, i = torch.randn(8, 200), torch.arange(8) % 3, torch.arange(8)
+    problem = nhgd.Bilevel(
+        lambda m, v, b: nhgd.Losses(torch.nn.functional.cross_entropy(m(b[0]), b[1], reduction="none"), v[b[2]]),
+        lambda m, v, b: torch.nn.functional.cross_entropy(m(b[0]), b[1]),
+        net,
+        torch.full((8,), 0.5),
+        l2=0.01,
+    )
+    inverse = nhgd.inverse.FisherWindow(window=8) if name == "fisher_window" else name  # the window full, as planned
+    planned = nhgd.plan(problem, inverses=[inverse]).rows[0]["bytes"]
+    measured = nhgd.check(problem, (x, y, i), (x, y), inverses=[inverse], dense_below=0).rows[0]["megabytes"] * 1e6
+    base = nhgd.check(problem, (x, y, i), (x, y), inverses=["identity"], dense_below=0).rows[0]["megabytes"] * 1e6
+    assert planned / 3 <= measured <= 3 * planned + base
+
+
+def test_readable():
+    assert [readable(n) for n in (5, 1500, 2_000_000, 3 * 10**12)] == ["5 B", "1.5 kB", "2.0 MB", "3.0 TB"]
