@@ -115,4 +115,8 @@ def read_images(folder: Path) -> ImageSet:
         if int(labels.max()) > 9:
             row = int(np.argmax(labels > 9))
             raise InputError(f"{folder}: {part} label {row} is {int(labels[row])}; labels must lie between 0 and 9.")
+    here, there = (arrays[f"{part}_images"].shape[1:] for part in ("train", "test"))
+    if here != there or 0 in here:
+        sizes = " and ".join(" x ".join(map(str, shape)) for shape in (here, there))
+        raise InputError(f"{folder}: the training and test images must be of one size, but they have {sizes} pixels.")
     return ImageSet(**arrays)

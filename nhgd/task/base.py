@@ -10,10 +10,13 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from nhgd.algorithm import AbstractAlgorithm, resolve
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError, unknown
+from nhgd.execution import AbstractExecutor
 from nhgd.problem import Bilevel
-from nhgd.solve import Metrics, Solution
+from nhgd.solve import Metrics, Solution, Solver
+from nhgd.task.setting import convert, kinds
 
 T = TypeVar("T", bound="AbstractTask")
 
@@ -26,6 +29,7 @@ class Instance:
         problem, inner_data, outer_data: what a `Solver` takes.
         solver: settings of the `Solver` that suit this task (inner_steps, step sizes, projections).
         method, steps: what to run when the user does not say.
+        method_settings: settings for those methods that have them, such as how many batches to average over.
         metrics: (theta, v) -> numbers for the history.
         summary: the numbers a run is judged by, from its solution; outer_loss and inner_loss among them.
         full_inner, full_outer: all inner and all outer data as one batch each.
@@ -45,7 +49,32 @@ class Instance:
     full_outer: Batch
     solve_inner: Callable[[], float]
     extra: Any = None
-    notes: dict[str, Any] = field(default_factory=dict)
+    method_settings: dict[str, Any] = field(default_factory=dict)
+
+    def algorithm(self, method: str | None = None) -> AbstractAlgorithm:
+        """A method by name, ready for this problem and with the settings that suit the task."""
+        found = resolve(method or self.method).prepared(self.problem)
+        known = {f.name for f in fields(found)}
+        return replace(found, **{key: value for key, value in self.method_settings.items() if key in known})
+
+    def start(
+        self,
+        method: str | AbstractAlgorithm | None = None,
+        seed: int = 0,
+        execution: str | AbstractExecutor = "inline",
+        **settings: Any,
+    ) -> Solver:
+        """A solver of this instance. Further settings replace those that suit the task."""
+        return Solver(
+            self.problem,
+            self.inner_data,
+            self.outer_data,
+            method=method if isinstance(method, AbstractAlgorithm) else self.algorithm(method),
+            seed=seed,
+            execution=execution,
+            metrics=self.metrics,
+            **(self.solver | settings),
+        )
 
 
 @dataclass(frozen=True)
@@ -67,42 +96,19 @@ class AbstractTask(ABC):
         return cls(**cls.presets[name])
 
     def with_settings(self: T, settings: Mapping[str, Any]) -> T:
-        """A copy with some settings changed, each converted to the type its field has now."""
-        known = {f.name for f in fields(self)}
+        """A copy with some settings changed; those given as text are read as their field's type."""
+        known = kinds(type(self))
         for key in settings:
             if key not in known:
                 raise unknown(f"setting of {self.name}", key, known)
-        return replace(self, **{key: convert(key, value, getattr(self, key)) for key, value in settings.items()})
+        return replace(self, **{key: convert(key, value, known[key]) for key, value in settings.items()})
+
+    def refuse_data(self, data: str | Path | None) -> None:
+        """For tasks that read no files: a folder that would be ignored is an error."""
+        if data is not None:
+            raise InputError(f"{self.name} reads no files, so --data would be ignored. Leave it away.")
 
     @classmethod
     def summary(cls) -> str:
         """The first line of the docstring."""
         return (cls.__doc__ or "").strip().splitlines()[0]
-
-
-def convert(name: str, value: Any, like: Any) -> Any:
-    """A setting given as text, in the type of the value it replaces.
-
-    >>> convert("batch", "32", 1024), convert("flag", "false", True), convert("radius", "none", None)
-    (32, False, None)
-    """
-    if not isinstance(value, str) or isinstance(like, str):
-        return value
-    text = value.strip().lower()
-    if text in ("none", "null"):
-        return None
-    try:
-        if isinstance(like, bool):
-            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text]
-        if isinstance(like, int):
-            return int(text)
-        if isinstance(like, float):
-            return float(text)
-    except (ValueError, KeyError):
-        raise InputError(f"{name} must be a {type(like).__name__}, got {value!r}.") from None
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(text, value)

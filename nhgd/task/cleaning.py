@@ -14,15 +14,19 @@ from torch import Tensor, nn
 from nhgd.data.bundled import digits
 from nhgd.data.idx import find, read_images
 from nhgd.data.loader import Data
-from nhgd.errors import InputError, not_negative, positive
+from nhgd.errors import InputError, not_negative, positive, unknown
+from nhgd.point import Point
 from nhgd.problem import Bilevel, Losses
 from nhgd.schedule import Decay
 from nhgd.solve import Solution
 from nhgd.task.base import AbstractTask, Instance
 from nhgd.task.inner_solver import lbfgs
 from nhgd.task.labels import NOISES, corrupt, found
+from nhgd.task.weighting import AbstractWeighting, ByLoss, PerSample
 
 CLASSES = 10
+DATASETS = ("auto", "digits", "mnist")
+WEIGHTINGS: dict[str, type[AbstractWeighting]] = {"sample": PerSample, "loss": ByLoss}
 
 
 @dataclass(frozen=True)
@@ -50,31 +54,39 @@ class LabelSets:
 @final
 @dataclass(frozen=True)
 class Cleaning(AbstractTask):
-    """Find wrong labels: one weight for each training sample, learnt from a small trusted set.
+    """Find wrong labels: a weight for each training sample, learnt from a small trusted set.
 
-        inner: mean_i v_i CE(y_i, theta . x_i) + l2 ||theta||^2,      v in [0, 1]^N
+        inner: mean_i w_i CE(y_i, theta . x_i) + l2 ||theta||^2
         outer: mean cross-entropy on the trusted samples
 
     The model is a softmax classifier with bias. A third split, for evaluation, chooses the outer step whose numbers are
     reported, because with one free weight for each sample a good hypergradient overfits the trusted set. A sample is
     suspect when its weight is below 0.5.
 
+    With weights="loss" the weight is a function of the sample's loss with two parameters, which a small trusted set can
+    tell. Half of the trusted samples then join the inner problem with weight 1, and theta starts from them; the other
+    half makes the outer loss, because samples that were trained on cannot judge.
+
     Args:
         dataset: "digits" (bundled), "mnist" (IDX files), or "auto": mnist when a folder was named, else digits.
         noise, noise_kind: the fraction of training labels touched, and how: "flip" (always wrong), "uniform" (a random
             class, possibly the right one) or "pair".
         train, trusted, evaluation: samples of each split; None: a share that suits the data set.
+        weights: "sample": v in [0, 1]^N, one number each (the paper); "loss": v = (a, b), w_i = sigmoid(b - e^a loss_i).
+        start: the first weight of a sample, with weights="loss" of one without loss; None: 0.5 and 0.8.
         l2: the ridge.
         batch: samples in an inner batch.
-        batches: inner batches that the cross derivative is averaged over, M in the paper.
+        batches: inner batches that the cross derivative is averaged over, M in the paper, or "all", for methods that do
+            so; None: what the method does by itself.
         inner_steps, inner_lr, outer_lr: of the solver. inner_lr None: the inverse of the largest curvature.
-        start: the first weight of every sample.
+        outer: "adam", with outer_lr falling to a tenth, or "sgd".
     """
 
     name: ClassVar[str] = "cleaning"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
         "quick": {"dataset": "digits", "train": 300, "trusted": 100, "evaluation": 100},
+        "loss": {"weights": "loss", "inner_steps": 20, "outer_lr": 0.1},
         "paper": {
             "dataset": "mnist",
             "noise": 0.5,
@@ -94,28 +106,31 @@ class Cleaning(AbstractTask):
     train: int | None = None
     trusted: int | None = None
     evaluation: int | None = None
+    weights: str = "sample"
+    start: float | None = None
     l2: float = 1e-3
     batch: int = 256
-    batches: int = 1
+    batches: int | str | None = None
     inner_steps: int = 10
     inner_lr: float | None = None
     outer_lr: float = 0.05
     outer: str = "adam"
-    start: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.dataset not in ("auto", "digits", "mnist"):
-            raise InputError(f"cleaning: dataset must be 'auto', 'digits' or 'mnist', got {self.dataset!r}.")
-        if self.noise_kind not in NOISES:
-            raise InputError(f"cleaning: noise_kind must be one of {', '.join(NOISES)}, got {self.noise_kind!r}.")
-        if self.outer not in ("adam", "sgd"):
-            raise InputError(f"cleaning: outer must be 'adam' or 'sgd', got {self.outer!r}.")
-        positive(
-            "cleaning", batch=self.batch, batches=self.batches, inner_steps=self.inner_steps, outer_lr=self.outer_lr
-        )
-        not_negative("cleaning", noise=self.noise, l2=self.l2, start=self.start)
-        if self.noise > 1 or self.start > 1:
-            raise InputError("cleaning: noise and start must lie between 0 and 1.")
+        for name, known in (
+            ("dataset", DATASETS),
+            ("noise_kind", NOISES),
+            ("weights", tuple(WEIGHTINGS)),
+            ("outer", ("adam", "sgd")),
+        ):
+            if getattr(self, name) not in known:
+                raise unknown(f"{name} of cleaning", getattr(self, name), known)
+        positive("cleaning", batch=self.batch, inner_steps=self.inner_steps, outer_lr=self.outer_lr)
+        not_negative("cleaning", noise=self.noise, l2=self.l2)
+        if self.noise > 1:
+            raise InputError(f"cleaning: noise must lie between 0 and 1, got {self.noise}.")
+        if self.start is not None and not 0 < self.start < 1:
+            raise InputError(f"cleaning: start must lie between 0 and 1, got {self.start}.")
         for name in ("train", "trusted", "evaluation"):
             size = getattr(self, name)
             if size is not None and size < CLASSES:
@@ -124,6 +139,10 @@ class Cleaning(AbstractTask):
     def load(self, seed: int, device: torch.device, data: str | Path | None = None) -> LabelSets:
         """Read the data set, split it and make some of the training labels wrong."""
         generator = torch.Generator().manual_seed(seed)
+        if self.dataset == "digits" and data is not None:
+            raise InputError(
+                "The digits come with scikit-learn, so --data would be ignored. Leave it or dataset=digits away."
+            )
         folder = find("mnist", data) if self.dataset != "digits" else None
         if folder is None:
             if self.dataset == "mnist":
@@ -151,6 +170,10 @@ class Cleaning(AbstractTask):
             )
         n, m, e = sizes
         mean, deviation = x[:n].mean(), x[:n].std()
+        if not deviation > 0:
+            raise InputError(
+                "cleaning: all pixels of the training images are equal, so there is nothing to learn from."
+            )
         noisy = corrupt(y[:n], self.noise, self.noise_kind, CLASSES, generator)
 
         def split(x: Tensor, y: Tensor) -> Split:
@@ -170,21 +193,28 @@ class Cleaning(AbstractTask):
     def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
         """Load the data and set the problem up."""
         sets = self.load(seed, device, data)
-        n = len(sets.train.y)
+        weighting = WEIGHTINGS[self.weights](len(sets.train.y))
         model = softmax_classifier(sets.train.x.shape[1], device)
-        v = torch.full((n,), self.start, device=device)
+        v = weighting.first(self.start).to(device)
+        half = len(sets.trusted.y) // 2 if self.weights == "loss" else 0
+        judge = Split(sets.trusted.x[half:], sets.trusted.y[half:])
+        x = torch.cat([sets.train.x, sets.trusted.x[:half]])
+        y = torch.cat([sets.train.y, sets.trusted.y[:half]])
 
         def inner(model: nn.Module, v: Tensor, batch: Any) -> Losses:
             x, y, index = batch
             z = model(x)
-            return Losses(F.cross_entropy(z, y, reduction="none"), weights=v[index], outputs=z)
+            losses = F.cross_entropy(z, y, reduction="none")
+            return Losses(losses, weights=weighting.weights(v, losses, index), outputs=z)
 
         def outer(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
             return F.cross_entropy(model(batch[0]), batch[1])
 
         problem = Bilevel(inner, outer, model, v, l2=self.l2, likelihood="categorical")
-        full_inner = (sets.train.x, sets.train.y, torch.arange(n, device=device))
-        full_outer = (sets.trusted.x, sets.trusted.y)
+        full_inner = (x, y, torch.arange(len(y), device=device))
+        full_outer = (judge.x, judge.y)
+        if half:
+            fit(model, Split(sets.trusted.x[:half], sets.trusted.y[:half]), self.l2, 1e-3)
 
         def metrics(theta: nn.Module, v: Tensor) -> dict[str, float]:
             z = theta(sets.evaluation.x)
@@ -192,15 +222,15 @@ class Cleaning(AbstractTask):
                 "evaluation_loss": float(F.cross_entropy(z, sets.evaluation.y)),
                 "evaluation_accuracy": accuracy(z, sets.evaluation.y),
                 "test_accuracy": accuracy(theta(sets.test.x), sets.test.y),
-                **found(v, sets.wrong),
+                **found(self.sample_weights(theta, v, sets), sets.wrong),
             }
 
         def summary(solution: Solution) -> dict[str, float]:
             rows = [row for row in solution.history if "evaluation_loss" in row]
             best = min(rows, key=lambda row: row["evaluation_loss"])
-            last = rows[-1]
             chosen = ("test_accuracy", "f1", "auc", "precision", "recall")
             with torch.no_grad():
+                last = metrics(model, v)
                 losses = {
                     "outer_loss": float(outer(model, v, full_outer)),
                     "inner_loss": float(problem.objective(full_inner)),
@@ -217,15 +247,28 @@ class Cleaning(AbstractTask):
 
         solver = {
             "inner_steps": self.inner_steps,
-            "inner_lr": self.inner_lr or 1.0 / largest_curvature(sets.train.x),
+            "inner_lr": 1.0 / largest_curvature(x) if self.inner_lr is None else self.inner_lr,
             "outer_lr": Decay(self.outer_lr, final=0.1, hold=0.5) if self.outer == "adam" else self.outer_lr,
             "outer_optimizer": torch.optim.Adam if self.outer == "adam" else None,
-            "project_v": (0.0, 1.0),
+            "project_v": weighting.box,
         }
+
+        def solve_inner() -> float:
+            # The weights may follow theta: solve with constant ones, renew them, and so on until they agree.
+            for _ in range(100):
+                with torch.no_grad():
+                    fixed = problem.losses(full_inner).weights
+                assert fixed is not None
+                fit(model, Split(x, y), self.l2, 1e-3, fixed)
+                norm = float(Point(problem, [full_inner]).gradient().norm())
+                if norm <= 1e-3:
+                    break
+            return norm
+
         return Instance(
             problem,
-            Data(sets.train.x, sets.train.y, batch=self.batch),
-            Data(sets.trusted.x, sets.trusted.y, batch=None),
+            Data(x, y, batch=self.batch),
+            Data(judge.x, judge.y),
             solver,
             "aid",
             100,
@@ -233,9 +276,16 @@ class Cleaning(AbstractTask):
             summary,
             full_inner,
             full_outer,
-            lambda: lbfgs(problem, full_inner, tol=1e-3),
+            solve_inner,
             sets,
+            {} if self.batches is None else {"batches": self.batches},
         )
+
+    def sample_weights(self, model: nn.Module, v: Tensor, sets: LabelSets) -> Tensor:
+        """The weight of every training sample, (N,)."""
+        losses = F.cross_entropy(model(sets.train.x), sets.train.y, reduction="none")
+        index = torch.arange(len(losses), device=losses.device)
+        return WEIGHTINGS[self.weights](len(losses)).weights(v, losses, index)
 
 
 def softmax_classifier(features: int, device: torch.device) -> nn.Linear:
@@ -245,6 +295,17 @@ def softmax_classifier(features: int, device: torch.device) -> nn.Linear:
         model.weight.zero_()
         model.bias.zero_()
     return model
+
+
+def fit(model: nn.Module, split: Split, l2: float, tol: float, weights: Tensor | None = None) -> float:
+    """Train a classifier to the end, in place, with constant weights (N,); returns the norm of the last gradient."""
+
+    def inner(model: nn.Module, v: Tensor, batch: Any) -> Losses:
+        return Losses(F.cross_entropy(model(batch[0]), batch[1], reduction="none"), weights)
+
+    nothing = torch.zeros(1, device=split.x.device)
+    problem = Bilevel(inner, lambda model, v, batch: v.sum(), model, nothing, l2=l2)
+    return lbfgs(problem, (split.x, split.y), tol)
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nhgd.data.bundled import breast_cancer
 from nhgd.data.loader import Data
-from nhgd.errors import InputError, positive
+from nhgd.errors import InputError, positive, unknown
 from nhgd.problem import Bilevel, Losses
 from nhgd.solve import Solution
 from nhgd.task.base import AbstractTask, Instance
@@ -47,9 +47,11 @@ class L2(AbstractTask):
     batch: int | None = None
 
     def __post_init__(self) -> None:
-        positive("l2", samples=self.samples, features=self.features)
+        positive("l2", features=self.features)
+        if self.samples < 10:
+            raise InputError(f"l2: samples must be at least 10, to be split in three, got {self.samples}.")
         if self.dataset not in ("breast_cancer", "synthetic"):
-            raise InputError(f"l2: dataset must be 'breast_cancer' or 'synthetic', got {self.dataset!r}.")
+            raise unknown("dataset of l2", self.dataset, ("breast_cancer", "synthetic"))
         if not -12 <= self.start <= 0:
             raise InputError(f"l2: start is the logarithm of a ridge between exp(-12) and 1, got {self.start}.")
         if self.decoys < 0:
@@ -57,6 +59,7 @@ class L2(AbstractTask):
 
     def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
         """Load or draw the data and split it 40 / 30 / 30 into train, validation and test."""
+        self.refuse_data(data)
         g = torch.Generator().manual_seed(seed)
         if self.dataset == "synthetic":
             x = torch.randn(self.samples, self.features, generator=g, dtype=torch.float64)

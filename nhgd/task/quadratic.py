@@ -84,9 +84,14 @@ class Quadratic(AbstractTask):
         not_negative("quadratic", noise=self.noise, l2=self.l2, rho=self.rho)
         if self.condition < 1:
             raise InputError(f"quadratic: condition must be at least 1, got {self.condition}.")
+        if self.l2 == 0 and self.samples < self.dim:
+            raise InputError("quadratic: with fewer samples than dim the inner problem needs l2 above 0.")
+        if self.rho == 0 and self.outer_dim > self.dim:
+            raise InputError("quadratic: with outer_dim above dim the outer problem needs rho above 0.")
 
     def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
         """Draw the data and derive the answers."""
+        self.refuse_data(data)
         g = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
@@ -137,12 +142,12 @@ class Quadratic(AbstractTask):
             }
 
         def summary(solution: Solution) -> dict[str, float]:
-            last = solution.history[-1]
-            return {
-                "outer_loss": float(outer(model, v, full_outer).detach()),
-                "inner_loss": float(problem.objective(full_inner).detach()),
-                **{key: last[key] for key in ("v_error", "true_outer_loss", "optimal_outer_loss") if key in last},
-            }
+            with torch.no_grad():
+                return {
+                    "outer_loss": float(outer(model, v, full_outer)),
+                    "inner_loss": float(problem.objective(full_inner)),
+                    **metrics(model, v),
+                }
 
         def solve_inner() -> float:
             problem.theta.assign(answers.theta_star(v.detach()))

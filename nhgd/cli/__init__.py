@@ -1,0 +1,17 @@
+"""A thin command line over the library: one file for each command."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """What the console script calls. It works, and says what is missing, where the core alone is installed."""
+    try:
+        from nhgd.cli.program import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "click", "rich"):
+            raise
+        print("The command line needs: pip install 'nhgd[cli]'", file=sys.stderr)
+        sys.exit(2)
+    app()

@@ -1,0 +1,65 @@
+"""`nhgd check`: every inverse against the exact hypergradient of a task."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+import nhgd
+from nhgd import task as tasks
+from nhgd.cli.options import Changes, DataFolder, Device, Json, Preset, Seed, Task, checked_seed, device_called
+from nhgd.cli.output import console, number, print_json, table
+from nhgd.cli.settings import for_inverses, for_task, parse
+from nhgd.errors import InputError
+from nhgd.inverse import INVERSES, resolve
+
+
+def check(
+    task: Task,
+    inverses: Annotated[
+        str | None,
+        typer.Option(help="Names with commas between, such as kfac,cg-40; default: all.", show_default=False),
+    ] = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    data: DataFolder = None,
+    preset: Preset = "default",
+    changes: Changes = None,
+    as_json: Json = False,
+) -> None:
+    """Error, time and memory of inverses at the solved inner problem of a task. --set also takes cg.steps=100."""
+    names = list(INVERSES) if inverses is None else [name.strip() for name in inverses.split(",") if name.strip()]
+    if not names:
+        raise InputError("--inverses names none. Give some, for example --inverses kfac,cg,identity, or leave it away.")
+    chosen, rest = for_task(tasks.resolve(task, preset), parse(changes))
+    compared = for_inverses(chosen, {name: resolve(name) for name in names}, rest)
+    instance = chosen.build(checked_seed(seed), device_called(device), data)
+    instance.solve_inner()
+    report = nhgd.check(
+        instance.problem, instance.full_inner, instance.full_outer, inverses=list(compared.values()), seed=seed
+    )
+    rows = [row | {"inverse": name} for row, name in zip(report.rows, compared, strict=True)]
+    answer = {"task": task, "preset": preset, "seed": seed} | report.as_dict() | {"rows": rows}
+    if as_json:
+        print_json(answer)
+    else:
+        _tell(answer)
+
+
+def _tell(answer: dict[str, Any]) -> None:
+    reference = answer["reference"]
+    out = console()
+    title = f"{answer['task']}, seed {answer['seed']}: D = {reference['dimension']}, reference: {reference['method']}"
+    listed = table(title, "inverse", "cosine", "relative error", "ms", "MB", "Hessian products", "residual")
+    refused = []
+    for row in answer["rows"]:
+        if row["error"]:
+            refused.append(f"{row['inverse']}: {row['error']}")
+            continue
+        cells = [(row["cosine"], ".4f"), (row["relative_error"], ".2g"), (row["milliseconds"], ".3g")]
+        cells += [(row["megabytes"], ".3g"), (row["hvps"], "d"), (row["residual"], ".2g")]
+        listed.add_row(row["inverse"], *(number(value, form) for value, form in cells))
+    out.print(listed)
+    for line in (*refused, *answer["advice"]):
+        out.print(f"\n{line}")

@@ -1,0 +1,55 @@
+"""Options that several commands share, and what their text means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import torch
+import typer
+
+from nhgd.errors import InputError, unknown
+
+Task: TypeAlias = Annotated[str, typer.Argument(metavar="TASK", help="The problem; `nhgd list` names them.")]
+Seed: TypeAlias = Annotated[int, typer.Option(help="Of the data and of every random number of the run.")]
+Device: TypeAlias = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Preset: TypeAlias = Annotated[str, typer.Option(help="A named set of the task's settings, such as quick or paper.")]
+Changes: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change one setting; may be given several times.", show_default=False
+    ),
+]
+DataFolder: TypeAlias = Annotated[
+    Path | None, typer.Option("--data", help="Where the task's files are (or NHGD_DATA).", show_default=False)
+]
+Out: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--out", help="A folder for the results; without it nothing is written.", show_default=False),
+]
+Json: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="One JSON object on standard output, nothing else there.")
+]
+
+
+def device_called(name: str) -> torch.device:
+    """The device a user named, made sure of."""
+    kind, _, number = name.partition(":")
+    if kind not in ("auto", "cpu", "cuda") or (number and not number.isdecimal()) or (number and kind != "cuda"):
+        raise unknown("device", name, ("auto", "cpu", "cuda"))
+    if kind == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0:
+            raise InputError("There is no CUDA device that PyTorch can use here. Use --device cpu.")
+        if number and int(number) >= count:
+            raise InputError(f"There is no {name}: this machine has {count} CUDA device(s), counted from 0.")
+    return torch.device(name)
+
+
+def checked_seed(seed: int) -> int:
+    """A seed that every generator takes."""
+    if not 0 <= seed < 2**63:
+        raise InputError(f"--seed must be a whole number from 0 to 2^63 - 1, got {seed}.")
+    return seed

@@ -1,0 +1,131 @@
+"""What a command leaves behind: lines for people, one object for programs, files in a folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from nhgd.errors import InputError, RunError
+
+
+def jsonable(value: Any) -> Any:
+    """The same in the words of JSON: nan and inf become null, objects their name and settings.
+
+    >>> jsonable({"a": float("nan"), "b": (1, 2.5), "c": torch.float64})
+    {'a': None, 'b': [1, 2.5], 'c': 'float64'}
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        return jsonable(value.tolist())
+    if isinstance(value, type):
+        return value.__name__
+    if is_dataclass(value):
+        name = getattr(value, "name", type(value).__name__)
+        return {"name": name} | {f.name: jsonable(getattr(value, f.name)) for f in fields(value)}
+    return str(value).removeprefix("torch.")
+
+
+def print_json(answer: Mapping[str, Any]) -> None:
+    """One JSON object on standard output."""
+    print(json.dumps(jsonable(answer), indent=2, allow_nan=False))
+
+
+def console() -> Console:
+    """Where people read. Where it is no terminal, lines are long enough not to be broken."""
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
+
+
+def table(title: str, *columns: str, left: int = 1) -> Table:
+    """A table whose first `left` columns are words and whose others are numbers."""
+    made = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="left" if i < left else "right", overflow="fold")
+    return made
+
+
+def number(value: Any, form: str = ".4g") -> str:
+    """A number for a cell; a dash for none."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return "-"
+    return format(value, form)
+
+
+def check_folder(path: Path) -> None:
+    """Refuse, without writing anything, a folder that cannot be made or written to."""
+    place = path.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir():
+        raise InputError(f"--out {path} cannot be a folder: {place} is a file. Name another place.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise InputError(f"--out {path} cannot be written: {place} does not allow it. Name another place.")
+
+
+class Folder:
+    """A folder for results. Every file appears whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, name: str, make: Callable[[Path], Any]) -> Path:
+        """Let `make` write a file of another name beside, then give it its own."""
+        final = self.path / name
+        draft = self.path / f".{final.stem}-{os.getpid()}{final.suffix}"
+        try:
+            make(draft)
+            os.replace(draft, final)
+        except OSError as error:
+            raise RunError(f"{final} could not be written: {error.strerror or error}.") from error
+        finally:
+            draft.unlink(missing_ok=True)
+        return final
+
+    def write_text(self, name: str, text: str) -> Path:
+        """A file of text."""
+        return self.write(name, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+@contextmanager
+def folder(path: Path | None) -> Iterator[Folder | None]:
+    """The folder, made and tried out; it is taken away again when the block fails before anything was written."""
+    if path is None:
+        yield None
+        return
+    check_folder(path)
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    try:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            trial = path / f".trial-{os.getpid()}"
+            trial.touch()
+            trial.unlink()
+        except OSError as error:
+            raise InputError(
+                f"--out {path} cannot be written: {error.strerror or error}. Name another place."
+            ) from error
+        yield Folder(path)
+    except BaseException:
+        for made in missing:
+            try:
+                made.rmdir()
+            except OSError:
+                break
+        raise

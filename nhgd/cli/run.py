@@ -1,0 +1,114 @@
+"""`nhgd run`: one method on one task."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+
+from nhgd import task as tasks
+from nhgd.cli.options import Changes, DataFolder, Device, Json, Out, Preset, Seed, Task, checked_seed, device_called
+from nhgd.cli.output import Folder, check_folder, console, folder, jsonable, number, print_json, table
+from nhgd.cli.settings import for_run, for_task, parse
+from nhgd.errors import InputError
+from nhgd.execution import resolve as resolve_execution
+from nhgd.solve import Solution, seconds
+
+
+def run(
+    task: Task,
+    method: Annotated[
+        str | None, typer.Option(help="`nhgd list` names them; default: what suits the task.", show_default=False)
+    ] = None,
+    seed: Seed = 0,
+    steps: Annotated[int | None, typer.Option(help="Outer steps; default: the task's own.", show_default=False)] = None,
+    budget: Annotated[str | None, typer.Option(help="Time to solve in: 60s, 5m, 1h.", show_default=False)] = None,
+    device: Device = "auto",
+    execution: Annotated[str, typer.Option(help="Where curvature is kept up to date.")] = "inline",
+    data: DataFolder = None,
+    out: Out = None,
+    preset: Preset = "default",
+    changes: Changes = None,
+    as_json: Json = False,
+) -> None:
+    """Solve a task by a method. --out writes result.json, history.jsonl and curve.png."""
+    if steps is not None and steps < 1:
+        raise InputError(f"--steps must be a whole number of at least 1, got {steps}.")
+    if budget is not None:
+        seconds(budget)
+    if out is not None:
+        check_folder(out)
+    where = device_called(device)
+    executor = resolve_execution(execution)
+    chosen, rest = for_task(tasks.resolve(task, preset), parse(changes))
+    instance = chosen.build(checked_seed(seed), where, data)
+    algorithm = instance.algorithm(method)
+    _refuse_idle(parse(changes), instance.method_settings, algorithm)
+    settings, algorithm = for_run(chosen, algorithm, rest)
+    solver = instance.start(algorithm, seed, executor, **settings)
+    if steps is None and budget is None:
+        steps = instance.steps
+    try:
+        with folder(out) as place:
+            solution = solver.run(steps=steps, budget=budget)
+            answer = {
+                "task": task,
+                "method": method or instance.method,
+                "preset": preset,
+                "seed": seed,
+                "device": str(where),
+                "execution": solution.stats["execution"],
+                "steps": solution.stats["steps"],
+                "seconds": solution.stats["seconds"],
+                "result": solution.result,
+                "initial": {"outer_loss": solution.history[0]["outer_loss"]},
+                "metrics": instance.summary(solution),
+                "oracle_calls": solution.stats["oracle_calls"],
+                "settings": {
+                    "task": {f.name: getattr(chosen, f.name) for f in fields(chosen)},
+                    "solver": instance.solver | settings,
+                    "method": solver.algorithm,
+                },
+                "out": None if out is None else str(out),
+            }
+            if place is not None:
+                _write(place, answer, solution)
+    finally:
+        solver.close()
+    if as_json:
+        print_json(answer)
+    else:
+        _tell(answer)
+
+
+def _refuse_idle(changes: dict[str, str], suited: dict[str, Any], algorithm: Any) -> None:
+    """A setting that the task hands on to the method is an error when this method has none of that name."""
+    for key in suited:
+        if key in changes and not hasattr(algorithm, key):
+            raise InputError(f"The method {algorithm.name} has no setting {key}, so --set {key} would be ignored.")
+
+
+def _write(place: Folder, answer: dict[str, Any], solution: Solution) -> None:
+    lines = [json.dumps(jsonable(row), allow_nan=False) + "\n" for row in solution.history]
+    place.write_text("history.jsonl", "".join(lines))
+    place.write("curve.png", solution.plot)
+    # The result comes last: where it is, the others are.
+    place.write_text("result.json", json.dumps(jsonable(answer), indent=2, allow_nan=False) + "\n")
+
+
+def _tell(answer: dict[str, Any]) -> None:
+    calls, execution = answer["oracle_calls"], answer["execution"]
+    out = console()
+    listed = table(f"{answer['task']} by {answer['method']}, seed {answer['seed']}, on {answer['device']}", "", "value")
+    listed.add_row("outer steps", f"{answer['steps']} (stopped by {answer['result']})")
+    listed.add_row("seconds", number(answer["seconds"], ".3g"))
+    listed.add_row("outer loss, first", number(answer["initial"]["outer_loss"]))
+    for name, value in answer["metrics"].items():
+        listed.add_row(name.replace("_", " "), number(value))
+    listed.add_row("gradients / Hessian / cross products", f"{calls['gradients']} / {calls['hvps']} / {calls['cross']}")
+    listed.add_row("execution", f"{execution['name']}, {execution['processes']} process(es)")
+    out.print(listed)
+    if answer["out"] is not None:
+        out.print(f"\nWritten: result.json, history.jsonl and curve.png in {answer['out']}")

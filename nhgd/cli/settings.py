@@ -1,0 +1,133 @@
+"""`--set key=value`: whose setting is it, and what does the text mean?"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from nhgd.algorithm import AbstractAlgorithm
+from nhgd.errors import InputError, unknown
+from nhgd.inverse import AbstractInverse
+from nhgd.solve import Solver
+from nhgd.task import AbstractTask
+from nhgd.task.setting import convert, kinds
+
+# What the command line says by other means, or not at all.
+_NOT_SETTINGS = {"self", "problem", "inner_data", "outer_data", "method", "execution", "seed", "metrics"}
+
+
+def parse(pairs: Sequence[str] | None) -> dict[str, str]:
+    """key=value texts as a dict; the last of a key holds.
+
+    >>> parse(["noise=0.3", "inverse.steps=10"])
+    {'noise': '0.3', 'inverse.steps': '10'}
+    """
+    found = {}
+    for pair in pairs or ():
+        key, sign, value = pair.partition("=")
+        if not sign or not key.strip():
+            raise InputError(f"--set takes key=value, for example --set inner_steps=20; got {pair!r}.")
+        found[key.strip()] = value
+    return found
+
+
+def solver_kinds() -> dict[str, Any]:
+    """The settings of the solver that can be given as text, with the types each may have."""
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(Solver.__init__).parameters.items():
+        if name not in _NOT_SETTINGS:
+            whole = isinstance(parameter.default, int)
+            found[name] = int if whole else float | tuple[float, float] | str | None
+    return found
+
+
+def for_task(task: AbstractTask, changes: Mapping[str, str]) -> tuple[AbstractTask, dict[str, str]]:
+    """The task with its own settings changed, and the changes that are not its own."""
+    known = kinds(type(task))
+    own = {key.removeprefix("task."): text for key, text in changes.items() if key.removeprefix("task.") in known}
+    rest = {key: text for key, text in changes.items() if key.removeprefix("task.") not in known}
+    return task.with_settings(own), rest
+
+
+def for_run(
+    task: AbstractTask, algorithm: AbstractAlgorithm, changes: Mapping[str, str]
+) -> tuple[dict[str, Any], AbstractAlgorithm]:
+    """Settings of the solver, and the method with its own and its inverse's settings changed.
+
+    A key is looked up in the solver, then in the method, then in its inverse, then in the inverse that one refines.
+    A name before a dot says where: solver.inner_lr, method.batches, inverse.damping, inverse.inverse.damping.
+    """
+    solver: dict[str, Any] = {}
+    # A change of the inverse itself comes first: the others may be settings of the new one.
+    for key in sorted(changes, key=lambda key: key not in ("inverse", "method.inverse")):
+        text = changes[key]
+        places = {"solver": solver_kinds(), **_places(algorithm)}
+        where, _, name = key.rpartition(".")
+        place = where if where else next((p for p, known in places.items() if name in known), "")
+        if place not in places or name not in places[place]:
+            raise unknown("setting", key, _all_keys(task, places))
+        value = convert(key, text, places[place][name])
+        if place == "solver":
+            solver[name] = _optimizer(value) if name.endswith("_optimizer") else value
+        else:
+            algorithm = _changed(algorithm, [] if place == "method" else place.split("."), name, value)
+    return solver, algorithm
+
+
+def for_inverses(
+    task: AbstractTask, inverses: Mapping[str, AbstractInverse], changes: Mapping[str, str]
+) -> dict[str, AbstractInverse]:
+    """Inverses with settings changed by cg.steps=100 and the like."""
+    found = dict(inverses)
+    for key, text in changes.items():
+        which, _, name = key.rpartition(".")
+        if which not in found or name not in kinds(type(found[which])):
+            places = {which: kinds(type(inverse)) for which, inverse in inverses.items()}
+            dotted = [f"{which}.{name}" for which, known in places.items() for name in known]
+            raise unknown("setting", key, [*kinds(type(task)), *dotted])
+        found[which] = replace(found[which], **{name: convert(key, text, kinds(type(found[which]))[name])})
+    return found
+
+
+def _places(algorithm: AbstractAlgorithm) -> dict[str, dict[str, Any]]:
+    """Everything in a method that has settings: itself, its inverse, and the inverse within that."""
+    found = {"method": kinds(type(algorithm))}
+    path, inverse = "inverse", getattr(algorithm, "inverse", None)
+    while isinstance(inverse, AbstractInverse):
+        found[path] = kinds(type(inverse))
+        path, inverse = f"{path}.inverse", getattr(inverse, "inverse", None)
+    return found
+
+
+def _changed(thing: Any, path: list[str], name: str, value: Any) -> Any:
+    """A copy of frozen dataclasses within each other with one field changed."""
+    if not path:
+        return replace(thing, **{name: value})
+    return replace(thing, **{path[0]: _changed(getattr(thing, path[0]), path[1:], name, value)})
+
+
+def _all_keys(task: AbstractTask, places: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Every key that would have been understood, bare where it is the first of its name."""
+    found = dict.fromkeys(kinds(type(task)))
+    for place, known in places.items():
+        for name in known:
+            key = f"{place}.{name}" if name in found else name
+            found.setdefault(key)
+    return list(found)
+
+
+def _optimizer(name: Any) -> type[torch.optim.Optimizer] | None:
+    known = {
+        key.lower(): cls
+        for key, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+    }
+    if name is None:
+        return None
+    if str(name).lower() not in known:
+        raise unknown("optimiser", str(name).lower(), known)
+    return known[str(name).lower()]
