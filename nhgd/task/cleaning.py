@@ -80,6 +80,7 @@ class Cleaning(AbstractTask):
             so; None: what the method does by itself.
         inner_steps, inner_lr, outer_lr: of the solver. inner_lr None: the inverse of the largest curvature.
         outer: "adam", with outer_lr falling to a tenth, or "sgd".
+        dtype: "float32" or "float64".
     """
 
     name: ClassVar[str] = "cleaning"
@@ -115,6 +116,7 @@ class Cleaning(AbstractTask):
     inner_lr: float | None = None
     outer_lr: float = 0.05
     outer: str = "adam"
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -122,6 +124,7 @@ class Cleaning(AbstractTask):
             ("noise_kind", NOISES),
             ("weights", tuple(WEIGHTINGS)),
             ("outer", ("adam", "sgd")),
+            ("dtype", ("float32", "float64")),
         ):
             if getattr(self, name) not in known:
                 raise unknown(f"{name} of cleaning", getattr(self, name), known)
@@ -177,7 +180,7 @@ class Cleaning(AbstractTask):
         noisy = corrupt(y[:n], self.noise, self.noise_kind, CLASSES, generator)
 
         def split(x: Tensor, y: Tensor) -> Split:
-            return Split(((x - mean) / deviation).to(device), y.to(device))
+            return Split(((x - mean) / deviation).to(device, getattr(torch, self.dtype)), y.to(device))
 
         return LabelSets(
             train=split(x[:n], noisy),
@@ -194,8 +197,8 @@ class Cleaning(AbstractTask):
         """Load the data and set the problem up."""
         sets = self.load(seed, device, data)
         weighting = WEIGHTINGS[self.weights](len(sets.train.y))
-        model = softmax_classifier(sets.train.x.shape[1], device)
-        v = weighting.first(self.start).to(device)
+        model = softmax_classifier(sets.train.x)
+        v = weighting.first(self.start).to(sets.train.x)
         half = len(sets.trusted.y) // 2 if self.weights == "loss" else 0
         judge = Split(sets.trusted.x[half:], sets.trusted.y[half:])
         x = torch.cat([sets.train.x, sets.trusted.x[:half]])
@@ -288,9 +291,9 @@ class Cleaning(AbstractTask):
         return WEIGHTINGS[self.weights](len(losses)).weights(v, losses, index)
 
 
-def softmax_classifier(features: int, device: torch.device) -> nn.Linear:
-    """A linear model with bias, at zero."""
-    model: nn.Linear = nn.utils.skip_init(nn.Linear, features, CLASSES, device=device)
+def softmax_classifier(x: Tensor) -> nn.Linear:
+    """A linear model with bias for samples such as x, (N, P), at zero."""
+    model: nn.Linear = nn.utils.skip_init(nn.Linear, x.shape[1], CLASSES, device=x.device, dtype=x.dtype)
     with torch.no_grad():
         model.weight.zero_()
         model.bias.zero_()
@@ -303,7 +306,7 @@ def fit(model: nn.Module, split: Split, l2: float, tol: float, weights: Tensor |
     def inner(model: nn.Module, v: Tensor, batch: Any) -> Losses:
         return Losses(F.cross_entropy(model(batch[0]), batch[1], reduction="none"), weights)
 
-    nothing = torch.zeros(1, device=split.x.device)
+    nothing = split.x.new_zeros(1)
     problem = Bilevel(inner, lambda model, v, batch: v.sum(), model, nothing, l2=l2)
     return lbfgs(problem, (split.x, split.y), tol)
 
