@@ -211,8 +211,8 @@ class Bilevel:
         """The setting of every pass other than an inner step.
 
         Buffers and training flags stay as they were. With a seed, dropout is drawn from it and the caller's generators
-        are left alone, so that the same pass can be replayed. Compiled modules run uncompiled and attention runs on the
-        kernel that can be differentiated twice.
+        are left alone, so that the same pass can be replayed. Compiled modules run uncompiled; attention and recurrent
+        layers run on kernels that can be differentiated twice.
         """
         with ExitStack() as stack:
             stack.enter_context(self.theta.undisturbed())
@@ -228,6 +228,8 @@ class Bilevel:
                     with torch.cuda.device(device):
                         torch.cuda.manual_seed(seed)
             stack.enter_context(uncompiled())
+            if self.theta.recurrent or self.v.recurrent:
+                stack.enter_context(_without_cudnn())
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
             yield
 
@@ -298,6 +300,17 @@ def uncompiled() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Keep recurrent layers off cuDNN, whose kernels have no second derivative."""
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
 
 
 def _gradients(value: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

@@ -72,6 +72,7 @@ class Variable:
             raise InputError(
                 f"{role} is spread over several devices ({', '.join(sorted(map(str, devices)))}). Move it to one."
             )
+        self.recurrent = self.root is not None and any(isinstance(m, nn.RNNBase) for m in self.root.modules())
         self.device = self.leaves[0].device
         self.dtype = self.leaves[0].dtype
         for leaf in self.leaves[1:]:

@@ -257,6 +257,15 @@ def test_a_guarded_pass_seeds_nothing_else(monkeypatch: pytest.MonkeyPatch) -> N
     assert not seeded
 
 
+def test_recurrent_layers_are_kept_off_kernels_without_a_second_derivative() -> None:
+    recurrent = nhgd.Bilevel(lambda *a: None, lambda *a: None, nn.LSTM(2, 2), torch.zeros(1))
+    plain, _, _ = weighted_logistic()
+    for made, expected in ((recurrent, False), (plain, True)):
+        with made.guarded():
+            assert torch.backends.cudnn.enabled is expected
+        assert torch.backends.cudnn.enabled
+
+
 def test_the_generator_is_restored_after_an_exception() -> None:
     made, _, _ = weighted_logistic()
     before = torch.get_rng_state()

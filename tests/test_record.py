@@ -401,19 +401,21 @@ def test_the_weights_of_a_layer_record() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_layer_at_an_optimum_is_still_a_layer(dtype: torch.dtype) -> None:
     """Without a ridge the gradient there is rounding error, which says nothing about other uses of the weight."""
-    x, y = normal(9, 3).to(dtype), normal(9, 2).to(dtype)
-    net = nn.Linear(3, 2, bias=False).to(dtype)
+    x, y = normal(50, 1, 5, 5).to(dtype), normal(50, 2, 4, 4).to(dtype)
+    net = nn.Conv2d(1, 2, 2, bias=False).to(dtype)
+    places = F.unfold(x, 2).transpose(1, 2).flatten(0, 1)  # (B T, 4)
     with torch.no_grad():
-        net.weight.copy_(torch.linalg.lstsq(x, y).solution.T)
+        solution = torch.linalg.lstsq(places, y.flatten(2).transpose(1, 2).flatten(0, 1)).solution
+        net.weight.copy_(solution.T.reshape(2, 1, 2, 2))
     problem = nhgd.Bilevel(
-        lambda net, v, batch: (net(batch[0]) - batch[1]).square().sum(1) * v.exp(),
+        lambda net, v, batch: (net(batch[0]) - batch[1]).square().mean((1, 2, 3)) * v.exp(),
         lambda net, v, batch: v,
         net,
         torch.zeros((), dtype=dtype),
     )
     record = Recorder(problem, "layer").step((x, y)).record
     assert record.other_names == ()
-    assert assembled(record, problem).dtype == dtype
+    assert record.layers[0].rows()[0].dtype == dtype
 
 
 # The exact and the sampled Fisher matrix.

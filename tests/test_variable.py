@@ -110,6 +110,7 @@ def test_a_view_reaches_attributes_tied_names_and_recurrent_layers() -> None:
         assert torch.equal(net.again(x), other.again(x))
         assert torch.equal(net.lstm(x)[0], other.lstm(x)[0])
     assert all(m._parameters[k] is p for m, held in zip(net.modules(), originals, strict=True) for k, p in held.items())
+    assert net.lstm._flat_weights[0] is net.lstm.weight_ih_l0  # the other one would keep a graph alive
     assert torch.equal(net.lstm(x)[0], before)
 
 
