@@ -46,6 +46,15 @@ class OuterGradient:
     v: list[Tensor]
 
 
+@dataclass(frozen=True)
+class InnerGradients:
+    """The inner objective at a point, its gradient in theta, (D,), and in v at fixed theta, one tensor a leaf."""
+
+    value: Tensor
+    theta: Tensor
+    v: list[Tensor]
+
+
 class Point:
     """The current theta and v of a problem, with inner batches and an outer batch.
 
@@ -94,6 +103,28 @@ class Point:
         split = len(theta.leaves)
         in_v = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found[split:], v.leaves, strict=True)]
         return OuterGradient(value.detach(), theta.flatten(found[:split]), in_v)
+
+    def inner_gradients(self, in_v: bool = True) -> InnerGradients:
+        """The inner objective, ridge included, and its two first derivatives, which methods without products use.
+
+        One pass a batch gives both; with in_v=False the one in v is left out, as zeros.
+        """
+        theta, v = self.problem.theta, self.problem.v
+        wrt = (*theta.leaves, *v.leaves) if in_v else theta.leaves
+        value = torch.zeros((), dtype=theta.dtype, device=theta.device)
+        total = [torch.zeros_like(leaf) for leaf in (*theta.leaves, *v.leaves)]
+        for index, share in enumerate(self._shares):
+            with self.problem.guarded(self.seed + 1 + index), torch.enable_grad():
+                objective = self.problem.objective(self.inner_batches[index])
+                found = torch.autograd.grad(objective, wrt, allow_unused=True)
+            self.calls.inner_gradients += 1
+            self.calls.samples += self._sizes[index]
+            value.add_(objective.detach(), alpha=share)
+            for t, f in zip(total, found, strict=False):
+                if f is not None:
+                    t.add_(f, alpha=share)
+        split = len(theta.leaves)
+        return InnerGradients(value, theta.flatten(total[:split]), total[split:])
 
     def _graph(self, index: int) -> tuple[Tensor, ...]:
         """The inner gradient on one batch with its graph, ridge included. Kept when there is one batch only."""

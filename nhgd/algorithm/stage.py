@@ -6,7 +6,8 @@ An algorithm says who moves when; how a step is taken, recorded, projected and c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -81,6 +82,10 @@ class Mover:
                 stacklevel=4,
             )
 
+    def rate(self, clock: Clock) -> float:
+        """The step size now."""
+        return self.schedule.rate(clock) if self.schedule is not None else float(self.optimizer.param_groups[0]["lr"])
+
     def move(self, gradient: Sequence[Tensor], clock: Clock, closure: Callable[[], Tensor] | None = None) -> None:
         """One optimiser step along a gradient, one tensor a leaf. LBFGS asks `closure` for more of them."""
         if self.schedule is not None:
@@ -88,10 +93,15 @@ class Mover:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
         self.give(gradient)
-        if isinstance(self.optimizer, LBFGS) and closure is not None:
+        if not isinstance(self.optimizer, LBFGS):
+            self.optimizer.step()
+        elif closure is not None:
             self.optimizer.step(closure)
         else:
-            self.optimizer.step()
+            raise InputError(
+                f"LBFGS asks for the loss of {self.variable.role} several times a step, which this method cannot tell it there."
+                " Use another optimiser, for example torch.optim.Adam."
+            )
         for leaf in self.variable.leaves:
             leaf.grad = None
 
@@ -180,15 +190,55 @@ class Stage:
         """One projected optimiser step on theta along a direction, and one tick of the inner clock."""
         self.theta.move(direction, self.clock, closure)
         self.project_theta()
+        self.tick()
+
+    def tick(self) -> None:
+        """One inner step was taken."""
         self.clock.t += 1
         self.clock.total += 1
+
+    def plain_rate(self, owner: str) -> float:
+        """The size of the next inner step for a method that takes plain gradient steps; other optimisers are refused."""
+        optimizer = self.theta.optimizer
+        known = ("momentum", "weight_decay", "nesterov", "maximize")
+        if (
+            type(optimizer) is not SGD
+            or any(group[name] for group in optimizer.param_groups for name in known)
+            or (self.theta.schedule is None and len({float(group["lr"]) for group in optimizer.param_groups}) > 1)
+        ):
+            raise InputError(
+                f"{owner} takes plain gradient steps on theta, so it works with no other inner optimiser. Leave"
+                " inner_optimizer away and set inner_lr."
+            )
+        return self.theta.rate(self.clock)
+
+    @contextmanager
+    def elsewhere(self, theta: Tensor, v: Tensor | None = None) -> Iterator[None]:
+        """Inside, theta (D,), and v (P,) if given, stand at another place; afterwards they are back where they were."""
+        here = self.problem.theta.flat(), self.problem.v.flat()
+        self.problem.theta.assign(theta)
+        if v is not None:
+            self.problem.v.assign(v)
+        try:
+            yield
+        finally:
+            self.problem.theta.assign(here[0])
+            if v is not None:
+                self.problem.v.assign(here[1])
+
+    def projected(self, theta: Tensor) -> Tensor:
+        """A vector (D,) after the projection of theta, which stays where it is."""
+        if self.settings.project is None:
+            return theta
+        with self.elsewhere(theta):
+            self.project_theta()
+            return self.problem.theta.flat()
 
     def shift_theta(self, change: Tensor) -> None:
         """Add a vector (D,) to theta, project, and let the inner clock tick."""
         self.problem.theta.assign(self.problem.theta.flat() + change)
         self.project_theta()
-        self.clock.t += 1
-        self.clock.total += 1
+        self.tick()
 
     @torch.no_grad()
     def project_theta(self) -> None:
@@ -206,9 +256,10 @@ class Stage:
         for leaf in leaves:
             leaf.mul_(shrink.to(leaf.dtype))
 
-    def point(self, inner_batches: Sequence[Batch], outer_batch: Batch) -> Point:
-        """The current point with these batches."""
-        return Point(self.problem, inner_batches, outer_batch, self.seed(), self.calls)
+    def point(self, inner_batches: Sequence[Batch], outer_batch: Batch, seed: int | None = None) -> Point:
+        """The current point with these batches. A seed given twice replays dropout."""
+        seed = self.seed() if seed is None else seed
+        return Point(self.problem, inner_batches, outer_batch, seed, self.calls)
 
     def move_v(self, gradient: Sequence[Tensor]) -> float:
         """One projected optimiser step on v along the hypergradient; its norm. Non-finite ones are refused."""
