@@ -42,13 +42,13 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
 def positive(owner: str, **values: float) -> None:
     """Refuse values that are not finite and above zero.
 
-    >>> positive("CG", steps=0)
+    >>> positive("Strong", mu=0.0)
     Traceback (most recent call last):
-    nhgd.errors.InputError: CG: steps must be above 0, got 0.
+    nhgd.errors.InputError: Strong: mu must be above 0, got 0.0.
     """
     for name, value in values.items():
-        if not 0 < value < float("inf"):
-            raise InputError(f"{owner}: {name} must be above 0, got {value}.")
+        if not _number(value) or not 0 < value < float("inf"):
+            raise InputError(f"{owner}: {name} must be above 0, got {value!r}.")
 
 
 def not_negative(owner: str, **values: float) -> None:
@@ -59,5 +59,21 @@ def not_negative(owner: str, **values: float) -> None:
     nhgd.errors.InputError: CG: damping must be 0 or more, got -1.0.
     """
     for name, value in values.items():
-        if not 0 <= value < float("inf"):
-            raise InputError(f"{owner}: {name} must be 0 or more, got {value}.")
+        if not _number(value) or not 0 <= value < float("inf"):
+            raise InputError(f"{owner}: {name} must be 0 or more, got {value!r}.")
+
+
+def counted(owner: str, **values: int) -> None:
+    """Refuse what is not a whole number of at least 1.
+
+    >>> counted("CG", steps=2.5)
+    Traceback (most recent call last):
+    nhgd.errors.InputError: CG: steps must be a whole number of at least 1, got 2.5.
+    """
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(f"{owner}: {name} must be a whole number of at least 1, got {value!r}.")
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

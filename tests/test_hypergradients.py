@@ -246,7 +246,7 @@ def test_dropout_is_drawn_from_the_seed(estimator: str) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"steps": 0}, "steps must be above 0"),
+        ({"steps": 0}, "steps must be a whole number"),
         ({"lr": -0.1}, "lr must be above 0"),
         ({"lr": float("nan")}, "lr must be above 0"),
         ({"steps": 5, "truncate": 6}, r"truncate must lie between 1 and steps \(5\), got 6"),

@@ -102,7 +102,7 @@ def test_the_ggn_has_no_negative_curvature_away_from_the_optimum(make):
 
 def test_refusals():
     for bad, message in (
-        (lambda: refined("kfac", steps=0), "steps must be above 0"),
+        (lambda: refined("kfac", steps=0), "steps must be a whole number"),
         (lambda: refined("kfac", matrix="fisher"), "matrix of Refined"),
         (lambda: Refined(Refined()), "refine itself"),
         (lambda: refined("kfcc"), "Did you mean 'kfac'"),

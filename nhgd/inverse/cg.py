@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.errors import NonFiniteError, not_negative, positive
+from nhgd.errors import NonFiniteError, counted, not_negative
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
 from nhgd.inverse.beginning import begin
 from nhgd.point import Point
@@ -46,7 +46,7 @@ class CG(AbstractInverse):
     damping: float = 0.0
 
     def __post_init__(self) -> None:
-        positive("CG", steps=self.steps)
+        counted("CG", steps=self.steps)
         not_negative("CG", tol=self.tol, damping=self.damping)
 
     def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.errors import InputError, not_negative, positive
+from nhgd.errors import InputError, counted, not_negative
 from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.point import Point
 from nhgd.variable import Variable
@@ -38,7 +38,7 @@ class Exact(AbstractInverse):
 
     def __post_init__(self) -> None:
         not_negative("Exact", damping=self.damping)
-        positive("Exact", max_dim=self.max_dim)
+        counted("Exact", max_dim=self.max_dim)
 
     def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Form H and solve."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.errors import not_negative, positive
+from nhgd.errors import counted, not_negative, positive
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
 from nhgd.inverse.beginning import begin
 from nhgd.inverse.spectrum import largest_eigenvalue
@@ -49,7 +49,7 @@ class FixedPoint(AbstractInverse):
     damping: float = 0.0
 
     def __post_init__(self) -> None:
-        positive("FixedPoint", steps=self.steps, power_steps=self.power_steps)
+        counted("FixedPoint", steps=self.steps, power_steps=self.power_steps)
         not_negative("FixedPoint", tol=self.tol, damping=self.damping)
         if self.lr is not None:
             positive("FixedPoint", lr=self.lr)

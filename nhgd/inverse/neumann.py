@@ -8,7 +8,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.errors import not_negative, positive
+from nhgd.errors import counted, not_negative, positive
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
 from nhgd.inverse.spectrum import largest_eigenvalue
 from nhgd.point import Point
@@ -50,7 +50,7 @@ class Neumann(AbstractInverse):
     damping: float = 0.0
 
     def __post_init__(self) -> None:
-        positive("Neumann", terms=self.terms, power_steps=self.power_steps)
+        counted("Neumann", terms=self.terms, power_steps=self.power_steps)
         not_negative("Neumann", tol=self.tol, damping=self.damping)
         if self.phi is not None:
             positive("Neumann", phi=self.phi)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, final, get_args
 import torch
 from torch import Tensor
 
-from nhgd.errors import InputError, not_negative, positive, unknown
+from nhgd.errors import InputError, counted, not_negative, unknown
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
 from nhgd.inverse.beginning import begin
 from nhgd.inverse.kfac import KFAC
@@ -57,7 +57,7 @@ class Refined(AbstractInverse):
     tol: float = 1e-10
 
     def __post_init__(self) -> None:
-        positive("Refined", steps=self.steps)
+        counted("Refined", steps=self.steps)
         not_negative("Refined", tol=self.tol)
         if self.matrix not in get_args(Matrix):
             raise unknown("matrix of Refined", self.matrix, get_args(Matrix))
