@@ -145,27 +145,58 @@ class Point:
         parts = self.problem.theta.unflatten(vector)
         total = [torch.zeros_like(t) for t in wrt]
         for index, share in enumerate(self._shares):
-            with self.problem.guarded(self.seed + 1 + index):
-                gradient = self._graph(index)
-                pairs = [(g, p) for g, p in zip(gradient, parts, strict=True) if g.requires_grad]
-                if not pairs:
-                    continue
-                found = torch.autograd.grad(
-                    [g for g, _ in pairs],
-                    wrt,
-                    [p for _, p in pairs],
-                    retain_graph=self._kept is not None,
-                    allow_unused=True,
-                )
-            for t, f in zip(total, found, strict=True):
+            for t, f in zip(total, self._pull_back_on(index, parts, wrt), strict=True):
                 if f is not None:
                     t.add_(f, alpha=share)
         return total
+
+    def _pull_back_on(
+        self, index: int, parts: Sequence[Tensor], wrt: Sequence[Tensor], several: bool = False
+    ) -> Sequence[Tensor | None]:
+        """d(gradient . vector)/d(wrt) on one batch, the vector, or `several` stacked ones, given one part a leaf."""
+        with self.problem.guarded(self.seed + 1 + index):
+            gradient = self._graph(index)
+            pairs = [(g, p) for g, p in zip(gradient, parts, strict=True) if g.requires_grad]
+            if not pairs:
+                return [None] * len(wrt)
+            return torch.autograd.grad(
+                [g for g, _ in pairs],
+                wrt,
+                [p for _, p in pairs],
+                retain_graph=self._kept is not None,
+                allow_unused=True,
+                is_grads_batched=several,
+            )
 
     def hvp(self, vector: Tensor) -> Tensor:
         """The inner Hessian, ridge included, times a vector (D,)."""
         self.calls.hvps += len(self.inner_batches)
         return self.problem.theta.flatten(self._pull_back(vector, self.problem.theta.leaves))
+
+    def hvp_on(self, index: int, vector: Tensor) -> Tensor:
+        """The same on one of the inner batches alone, for methods that walk over them."""
+        self.calls.hvps += 1
+        theta = self.problem.theta
+        return theta.flatten(self._pull_back_on(index, theta.unflatten(vector), theta.leaves))
+
+    def hvps(self, vectors: Tensor) -> Tensor:
+        """`hvp` of every row of (m, D): one forward pass and one vectorised backward pass for each batch.
+
+        Rows are taken one by one where the vectorised pass fails: an operation may not support it, or memory may run out.
+        """
+        theta = self.problem.theta
+        total = torch.zeros_like(vectors)
+        parts = [torch.stack(rows) for rows in zip(*map(theta.unflatten, vectors), strict=True)]
+        try:
+            for index, share in enumerate(self._shares):
+                found = self._pull_back_on(index, parts, theta.leaves, several=True)
+                for place, f in zip(theta.slices().values(), found, strict=True):
+                    if f is not None:
+                        total[:, place].add_(f.reshape(len(vectors), -1), alpha=share)
+        except RuntimeError:
+            return torch.stack([self.hvp(vector) for vector in vectors])
+        self.calls.hvps += len(vectors) * len(self.inner_batches)
+        return total
 
     def cross(self, vector: Tensor) -> list[Tensor]:
         """The cross derivative, transposed, times a vector (D,): one tensor for each leaf of v."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from nhgd.errors import InputError
 from nhgd.inverse.base import AbstractInverse, SolveStats
+from nhgd.inverse.broyden import Broyden
 from nhgd.inverse.cg import CG
 from nhgd.inverse.ekfac import EKFAC
 from nhgd.inverse.exact import Exact
@@ -19,7 +20,9 @@ from nhgd.inverse.fixed_point import FixedPoint
 from nhgd.inverse.identity import Identity
 from nhgd.inverse.kfac import KFAC
 from nhgd.inverse.neumann import Neumann
+from nhgd.inverse.nystrom import Nystrom
 from nhgd.inverse.refinement import Matrix, Refined
+from nhgd.inverse.sgd import QuadraticSGD
 from nhgd.registry import Registry
 
 INVERSES = Registry("inverse", AbstractInverse, list(vars().values()))
@@ -74,6 +77,7 @@ __all__ = [
     "INVERSES",
     "KFAC",
     "AbstractInverse",
+    "Broyden",
     "Exact",
     "FisherDense",
     "FisherDiagonal",
@@ -81,6 +85,8 @@ __all__ = [
     "FixedPoint",
     "Identity",
     "Neumann",
+    "Nystrom",
+    "QuadraticSGD",
     "Refined",
     "SolveStats",
     "refined",
