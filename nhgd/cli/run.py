@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -15,6 +17,8 @@ from nhgd.cli.settings import for_run, for_task, parse
 from nhgd.errors import InputError
 from nhgd.execution import resolve as resolve_execution
 from nhgd.solve import Solution, seconds
+
+Pictures: TypeAlias = Callable[[Path], list[Path]]
 
 
 def run(
@@ -33,7 +37,7 @@ def run(
     changes: Changes = None,
     as_json: Json = False,
 ) -> None:
-    """Solve a task by a method. --out writes result.json, history.jsonl and curve.png."""
+    """Solve a task by a method. --out writes result.json, history.jsonl, curve.png and the task's own pictures."""
     if steps is not None and steps < 1:
         raise InputError(f"--steps must be a whole number of at least 1, got {steps}.")
     if budget is not None:
@@ -73,14 +77,13 @@ def run(
                 },
                 "out": None if out is None else str(out),
             }
-            if place is not None:
-                _write(place, answer, solution)
+            written = [] if place is None else _write(place, answer, solution, instance.pictures)
     finally:
         solver.close()
     if as_json:
         print_json(answer)
     else:
-        _tell(answer)
+        _tell(answer, written)
 
 
 def _refuse_idle(changes: dict[str, str], suited: dict[str, Any], algorithm: Any) -> None:
@@ -90,15 +93,18 @@ def _refuse_idle(changes: dict[str, str], suited: dict[str, Any], algorithm: Any
             raise InputError(f"The method {algorithm.name} has no setting {key}, so --set {key} would be ignored.")
 
 
-def _write(place: Folder, answer: dict[str, Any], solution: Solution) -> None:
+def _write(place: Folder, answer: dict[str, Any], solution: Solution, pictures: Pictures | None) -> list[str]:
+    """The names of the files."""
     lines = [json.dumps(jsonable(row), allow_nan=False) + "\n" for row in solution.history]
     place.write_text("history.jsonl", "".join(lines))
     place.write("curve.png", solution.plot)
-    # The result comes last: where it is, the others are.
+    # The result comes after what it rests on: where it is, those are. No picture is worth losing it.
     place.write_text("result.json", json.dumps(jsonable(answer), indent=2, allow_nan=False) + "\n")
+    drawn = [] if pictures is None else pictures(place.path)
+    return ["result.json", "history.jsonl", "curve.png", *(path.name for path in drawn)]
 
 
-def _tell(answer: dict[str, Any]) -> None:
+def _tell(answer: dict[str, Any], written: list[str]) -> None:
     calls, execution = answer["oracle_calls"], answer["execution"]
     out = console()
     listed = table(f"{answer['task']} by {answer['method']}, seed {answer['seed']}, on {answer['device']}", "", "value")
@@ -111,4 +117,4 @@ def _tell(answer: dict[str, Any]) -> None:
     listed.add_row("execution", f"{execution['name']}, {execution['processes']} process(es)")
     out.print(listed)
     if answer["out"] is not None:
-        out.print(f"\nWritten: result.json, history.jsonl and curve.png in {answer['out']}")
+        out.print(f"\nWritten: {', '.join(written)} in {answer['out']}")

@@ -30,11 +30,13 @@ class Instance:
         solver: settings of the `Solver` that suit this task (inner_steps, step sizes, projections).
         method, steps: what to run when the user does not say.
         method_settings: settings for those methods that have them, such as how many batches to average over.
+        methods: methods made for this task, by the name they replace; any other name means what it means everywhere.
         metrics: (theta, v) -> numbers for the history.
         summary: the numbers a run is judged by, from its solution; outer_loss and inner_loss among them.
         full_inner, full_outer: all inner and all outer data as one batch each.
         solve_inner: brings theta to the inner optimum at the current v, in place.
         extra: what else a task knows about itself, such as closed-form answers.
+        pictures: draws what v has become into files of a folder and returns their paths.
     """
 
     problem: Bilevel
@@ -50,10 +52,13 @@ class Instance:
     solve_inner: Callable[[], float]
     extra: Any = None
     method_settings: dict[str, Any] = field(default_factory=dict)
+    methods: dict[str, AbstractAlgorithm] = field(default_factory=dict)
+    pictures: Callable[[Path], list[Path]] | None = None
 
     def algorithm(self, method: str | None = None) -> AbstractAlgorithm:
         """A method by name, ready for this problem and with the settings that suit the task."""
-        found = resolve(method or self.method).prepared(self.problem)
+        name = method or self.method
+        found = (self.methods[name] if name in self.methods else resolve(name)).prepared(self.problem)
         known = {f.name for f in fields(found)}
         return replace(found, **{key: value for key, value in self.method_settings.items() if key in known})
 
