@@ -15,7 +15,6 @@ from nhgd.data.bundled import digits
 from nhgd.data.idx import find, read_images
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, not_negative, positive, unknown
-from nhgd.point import Point
 from nhgd.problem import Bilevel, Losses
 from nhgd.schedule import Decay
 from nhgd.solve import Solution
@@ -257,16 +256,12 @@ class Cleaning(AbstractTask):
         }
 
         def solve_inner() -> float:
-            # The weights may follow theta: solve with constant ones, renew them, and so on until they agree.
-            for _ in range(100):
-                with torch.no_grad():
-                    fixed = problem.losses(full_inner).weights
-                assert fixed is not None
-                fit(model, Split(x, y), self.l2, 1e-3, fixed)
-                norm = float(Point(problem, [full_inner]).gradient().norm())
-                if norm <= 1e-3:
-                    break
-            return norm
+            # Weights may depend on the losses: then not the weighted losses but their potential is minimal at theta*.
+            def potential(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
+                return weighting.potential(v, F.cross_entropy(model(batch[0]), batch[1], reduction="none"), batch[2])
+
+            tol = 1e-3 if self.dtype == "float32" else 1e-6
+            return lbfgs(Bilevel(potential, outer, model, v, l2=self.l2), full_inner, tol)
 
         return Instance(
             problem,
@@ -300,11 +295,11 @@ def softmax_classifier(x: Tensor) -> nn.Linear:
     return model
 
 
-def fit(model: nn.Module, split: Split, l2: float, tol: float, weights: Tensor | None = None) -> float:
-    """Train a classifier to the end, in place, with constant weights (N,); returns the norm of the last gradient."""
+def fit(model: nn.Module, split: Split, l2: float, tol: float) -> float:
+    """Train a classifier to the end, in place; returns the norm of the last gradient."""
 
-    def inner(model: nn.Module, v: Tensor, batch: Any) -> Losses:
-        return Losses(F.cross_entropy(model(batch[0]), batch[1], reduction="none"), weights)
+    def inner(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
     nothing = split.x.new_zeros(1)
     problem = Bilevel(inner, lambda model, v, batch: v.sum(), model, nothing, l2=l2)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -26,6 +27,10 @@ class AbstractWeighting(ABC):
     def weights(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
         """The weight of each sample of a batch, (B,). An index from N on is a trusted sample: its weight is 1."""
 
+    @abstractmethod
+    def potential(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
+        """A function of each loss whose derivative in that loss is the weight, (B,)."""
+
 
 @final
 @dataclass(frozen=True)
@@ -41,6 +46,10 @@ class PerSample(AbstractWeighting):
     def weights(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
         """v at the index."""
         return v[index]
+
+    def potential(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
+        """The weighted loss."""
+        return v[index] * losses
 
 
 @final
@@ -65,3 +74,8 @@ class ByLoss(AbstractWeighting):
         """The sigmoid; 1 for trusted samples."""
         learnt = torch.sigmoid(v[1] - v[0].exp() * losses.detach())
         return torch.where(index < self.samples, learnt, torch.ones_like(learnt))
+
+    def potential(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
+        """- e^-a log( 1 + exp( b - e^a l ) ); the loss itself for trusted samples."""
+        learnt = -F.softplus(v[1] - v[0].exp() * losses) / v[0].exp()
+        return torch.where(index < self.samples, learnt, losses)
