@@ -20,7 +20,8 @@ def draw(path: Path, answer: dict[str, Any], weights: Tensor, sets: LabelSets) -
     except ImportError:
         raise InputError("The picture needs matplotlib: pip install 'nhgd[cli]'.") from None
     figure = Figure(figsize=(13, 4.2), layout="constrained", facecolor="white")
-    bars, histogram, images = figure.subfigures(1, 3, width_ratios=(1, 1, 1.25), wspace=0.04)
+    parts: Any = figure.subfigures(1, 3, width_ratios=(1, 1, 1.25), wspace=0.04)
+    bars, histogram, images = parts
     _accuracies(bars.subplots(), answer)
     _weights(histogram.subplots(), weights, sets)
     _suspects(images, weights, sets)
@@ -69,7 +70,7 @@ def _suspects(images: Any, weights: Tensor, sets: LabelSets, rows: int = 3, colu
     most = weights.argsort()[: rows * columns].tolist()
     given, true = sets.train.y.tolist(), sets.true_labels.tolist()
     for axes, i in zip(images.subplots(rows, columns).flat, most, strict=True):
-        axes.imshow(sets.pixels[i].reshape(sets.side, sets.side), cmap="gray_r", interpolation="nearest")
+        axes.imshow(sets.pixels[i].reshape(sets.side, sets.side).numpy(), cmap="gray_r", interpolation="nearest")
         colour = WRONG if given[i] != true[i] else RIGHT
         axes.set_title(f"{given[i]} ({true[i]})", fontsize=10, color=colour, pad=3)
         axes.set(xticks=[], yticks=[])

@@ -69,7 +69,7 @@ def for_run(
         where, _, name = key.rpartition(".")
         place = where if where else next((p for p, known in places.items() if name in known), "")
         if place not in places or name not in places[place]:
-            raise unknown("setting", key, _all_keys(task, places))
+            raise unknown("setting", key, _all_keys(task, places, "." in key))
         value = convert(key, text, places[place][name])
         if place == "solver":
             solver[name] = _optimizer(value) if name.endswith("_optimizer") else value
@@ -110,14 +110,12 @@ def _changed(thing: Any, path: list[str], name: str, value: Any) -> Any:
     return replace(thing, **{path[0]: _changed(getattr(thing, path[0]), path[1:], name, value)})
 
 
-def _all_keys(task: AbstractTask, places: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Every key that would have been understood, bare where it is the first of its name."""
-    found = dict.fromkeys(kinds(type(task)))
-    for place, known in places.items():
-        for name in known:
-            key = f"{place}.{name}" if name in found else name
-            found.setdefault(key)
-    return list(found)
+def _all_keys(task: AbstractTask, places: Mapping[str, Mapping[str, Any]], dotted: bool) -> list[str]:
+    """Every key that would have been understood, written as the user writes: with its place or without."""
+    everywhere = {"task": kinds(type(task)), **places}
+    if dotted:
+        return [f"{place}.{name}" for place, known in everywhere.items() for name in known]
+    return list(dict.fromkeys(name for known in everywhere.values() for name in known))
 
 
 def _optimizer(name: Any) -> type[torch.optim.Optimizer] | None:
