@@ -16,7 +16,7 @@ from nhgd.algorithm import AID, NHGD, AbstractAlgorithm
 from nhgd.hypergradients import AbstractHypergradient, Implicit, Unrolled
 from nhgd.inverse import AbstractInverse
 from nhgd.schedule import Power
-from nhgd.task import Instance
+from nhgd.task import L2, AbstractTask, Cleaning, Instance, Quadratic
 from tests import oracles
 
 Made: TypeAlias = tuple[nhgd.Bilevel, Any, Any]
@@ -450,4 +450,31 @@ ALGORITHMS: list[AlgorithmCase] = [
     AlgorithmCase(lambda: NHGD(inner="natural"), ends_with(kfac_matrix), {"inner_steps": 5}, label="natural"),
 ]
 EXECUTORS: list[Any] = []
-TASKS: list[Any] = []
+
+
+@dataclass(frozen=True)
+class TaskCase:
+    """A task, small, with outer steps of a method that lower its outer loss, and the inner gradient norm it can solve to."""
+
+    make: Callable[[], AbstractTask]
+    method: str = "aid"
+    steps: int = 5
+    tol: float = 1e-11
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the task, and what tells this case from its others."""
+        return f"{self.make().name} {self.label}".strip()
+
+
+TASKS: list[TaskCase] = [
+    TaskCase(lambda: Quadratic.preset("quick")),
+    TaskCase(lambda: L2.preset("quick"), "nhgd"),
+    TaskCase(lambda: Cleaning.preset("quick"), "nhgd", tol=1e-3),
+    TaskCase(
+        lambda: Cleaning(weights="loss", dataset="digits", train=200, trusted=60, dtype="float64"),
+        tol=1e-6,
+        label="loss",
+    ),
+]
