@@ -83,22 +83,33 @@ class Strong(Schedule):
 @final
 @dataclass(frozen=True)
 class Power(Schedule):
-    """lr / (k + 1)^power over outer steps, as the single-loop papers use.
+    """A falling power of the outer step, as the single-loop papers use.
 
-    >>> Power(1.0, 0.5).rate(Clock(k=3))
-    0.5
+        lr_k = lr (offset / (k + offset))^power,     lr / (k + 1)^power for the default offset of 1
+
+    A power of 0 is a constant step. Of c_in and c_out, which the single-loop papers tune, each is the power of one level.
+    The larger the offset, the longer the step stays near lr.
+
+    >>> Power(1.0, 0.5).rate(Clock(k=3)), Power(1.0, 1.0, offset=10).rate(Clock(k=10))
+    (0.5, 0.5)
+
+    References: M. Hong, H.-T. Wai, Z. Wang, Z. Yang, A two-timescale stochastic algorithm framework for bilevel
+    optimization, 2023, theorem 1 (powers 3/5 outside and 2/5 inside); M. Dagreou, P. Ablin, S. Vaiter, T. Moreau, A
+    framework for bilevel optimization that enables stochastic and global variance reduction algorithms, 2022, theorems 1
+    and 2 (1/2 for both).
     """
 
     lr: float
     power: float
+    offset: float = 1.0
 
     def __post_init__(self) -> None:
-        positive("A power step size", lr=self.lr)
+        positive("A power step size", lr=self.lr, offset=self.offset)
         not_negative("A power step size", power=self.power)
 
     def rate(self, clock: Clock) -> float:
-        """lr / (k + 1)^power."""
-        return self.lr / float((clock.k + 1) ** self.power)
+        """lr (offset / (k + offset))^power."""
+        return self.lr / float((clock.k / self.offset + 1) ** self.power)
 
 
 @final
