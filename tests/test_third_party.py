@@ -1,0 +1,83 @@
+"""A method of another package, really installed: it is listed, resolved and run as one of the house."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nhgd
+from nhgd.algorithm import names, resolve
+from nhgd.inverse import INVERSES
+
+SOURCE = Path(__file__).parent / "third_party"
+
+# One process says all there is to know, because importing torch takes longer than everything else here.
+CODE = """
+import json, torch, nhgd
+from typer.testing import CliRunner
+from nhgd.cli.program import app
+from nhgd.task import Quadratic
+
+def command(*args):
+    done = CliRunner().invoke(app, [*args, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+run = ("run", "quadratic", "--preset", "quick", "--steps", "5", "--device", "cpu", "--method")
+instance = Quadratic.preset("quick").build(0, torch.device("cpu"))
+settings = instance.solver | {"outer_lr": 0.25}
+nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method="signed", **settings).run(steps=1)
+print(json.dumps({
+    "list": command("list"),
+    "runs": {method: command(*run, method) for method in ("signed", "aid-halved")},
+    "v": instance.problem.v.given.abs().tolist(),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a process says that has the package in a folder of its own, installed by pip without the network."""
+    place = tmp_path_factory.mktemp("third_party")
+    shutil.copytree(SOURCE, place / "source", ignore=shutil.ignore_patterns("__pycache__"))
+    options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(place / "site"), str(place / "source")]
+    made = subprocess.run(command, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    environment = os.environ | {"PYTHONPATH": str(place / "site")}
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_it_is_listed_beside_the_methods_of_the_house(told: dict[str, Any]) -> None:
+    found = {kind: {row["name"]: row["summary"] for row in rows} for kind, rows in told["list"].items()}
+    assert found["methods"]["signed"] == "Move v by the sign of a crude hypergradient."
+    assert found["inverses"]["halved"] == "The Hessian taken as twice the identity."
+    assert found["methods"].keys() - set(names()) == {"signed", "aid-halved"}
+    assert found["inverses"].keys() - set(INVERSES) == {"halved"}
+
+
+@pytest.mark.parametrize("method", ["signed", "aid-halved"])
+def test_it_runs_by_name_on_the_command_line(told: dict[str, Any], method: str) -> None:
+    found = told["runs"][method]
+    assert found["method"] == method
+    assert found["steps"] == found["oracle_calls"]["cross"] == 5
+    assert found["metrics"]["outer_loss"] < found["initial"]["outer_loss"]
+
+
+def test_it_runs_by_name_in_python(told: dict[str, Any]) -> None:
+    """v moves by outer_lr in every coordinate, which none of the house does."""
+    assert told["v"] == [0.25] * 3
+
+
+def test_where_it_is_not_installed_its_name_is_unknown() -> None:
+    with pytest.raises(nhgd.InputError, match=r"There is no method called 'signed'\."):
+        resolve("signed")
