@@ -104,6 +104,12 @@ class Point:
         in_v = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found[split:], v.leaves, strict=True)]
         return OuterGradient(value.detach(), theta.flatten(found[:split]), in_v)
 
+    @torch.no_grad()
+    def outer_value(self) -> float:
+        """The outer loss alone, for the record: no derivative and no count."""
+        with self.problem.guarded(self.seed):
+            return float(self.problem.outer_value(self.outer_batch))
+
     def inner_gradients(self, in_v: bool = True) -> InnerGradients:
         """The inner objective, ridge included, and its two first derivatives, which methods without products use.
 

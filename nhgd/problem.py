@@ -207,16 +207,17 @@ class Bilevel:
         return self.losses(batch, theta, v).mean() + self.ridge(theta, v)
 
     @contextmanager
-    def guarded(self, seed: int | None = None) -> Iterator[None]:
+    def guarded(self, seed: int | None = None, live: bool = False) -> Iterator[None]:
         """The setting of every pass other than an inner step.
 
-        Buffers and training flags stay as they were. With a seed, dropout is drawn from it and the caller's generators
-        are left alone, so that the same pass can be replayed. Compiled modules run uncompiled; attention and recurrent
-        layers run on kernels that can be differentiated twice.
+        Buffers and training flags stay as they were, unless the pass is `live`: one that is an inner step as well. With a
+        seed, dropout is drawn from it and the caller's generators are left alone, so that the same pass can be replayed.
+        Compiled modules run uncompiled; attention and recurrent layers run on kernels that can be differentiated twice.
         """
         with ExitStack() as stack:
-            stack.enter_context(self.theta.undisturbed())
-            stack.enter_context(self.v.undisturbed())
+            if not live:
+                stack.enter_context(self.theta.undisturbed())
+                stack.enter_context(self.v.undisturbed())
             if seed is not None:
                 device = self.theta.device
                 stack.enter_context(

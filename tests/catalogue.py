@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nhgd
-from nhgd.algorithm import AID, NHGD, AbstractAlgorithm
+from nhgd.algorithm import AID, BOME, F2SA, ITD, NHGD, AbstractAlgorithm
 from nhgd.hypergradients import AbstractHypergradient, Implicit, Unrolled
 from nhgd.inverse import AbstractInverse
 from nhgd.schedule import Power
@@ -409,6 +409,24 @@ def fisher_matrix(instance: Instance, v: Tensor) -> Tensor:
     return (a * scores.square()[:, None]).T @ a / len(a) + instance.problem.ridge_diagonal()[0] * eye
 
 
+def unrolled_matrix(steps: int) -> Callable[[Instance, Tensor], Tensor]:
+    """The Hessian that differentiating through so many gradient steps assumes: its inverse is (I - (I - eta H)^n) H^{-1}."""
+
+    def matrix(instance: Instance, v: Tensor) -> Tensor:
+        hessian, eye = instance.extra.hessian, torch.eye(len(instance.extra.hessian), dtype=v.dtype)
+        left = torch.linalg.matrix_power(eye - instance.solver["inner_lr"] * hessian, steps)
+        return hessian @ torch.linalg.inv(eye - left)
+
+    return matrix
+
+
+def penalty_matrix(multiplier: float) -> Callable[[Instance, Tensor], Tensor]:
+    """The Hessian that a penalty with a finite multiplier assumes: H + d2_theta f / multiplier."""
+    return lambda instance, v: (
+        instance.extra.hessian + instance.extra.B.T @ instance.extra.B / (len(instance.extra.B) * multiplier)
+    )
+
+
 @dataclass(frozen=True)
 class AlgorithmCase:
     """An algorithm, how to run it on the small quadratic (d = 6, p = 3, n = 60), and where it must end.
@@ -448,6 +466,34 @@ ALGORITHMS: list[AlgorithmCase] = [
     AlgorithmCase(lambda: NHGD(refine=6), label="refined"),
     AlgorithmCase(lambda: NHGD(refine=6, cross="trajectory"), label="trajectory"),
     AlgorithmCase(lambda: NHGD(inner="natural"), ends_with(kfac_matrix), {"inner_steps": 5}, label="natural"),
+    AlgorithmCase(
+        ITD, ends_with(unrolled_matrix(5)), {"inner_steps": 5}, noisy=({"outer_lr": Power(1.0, 0.5)}, 150, 0.45)
+    ),
+    AlgorithmCase(ITD, settings={"inner_steps": 50, "inner_lr": 1.69, "outer_lr": 1.5}, steps=40, label="long"),
+    AlgorithmCase(
+        lambda: ITD(truncate=5),
+        ends_with(unrolled_matrix(5)),
+        {"inner_steps": 12, "outer_lr": 1.0},
+        80,
+        label="truncated",
+    ),
+    AlgorithmCase(lambda: F2SA(first=2.0, growth=0.0), ends_with(penalty_matrix(2.0)), {"inner_steps": 4}),
+    AlgorithmCase(lambda: F2SA(first=1e4, shared=True), settings={"inner_steps": 6, "inner_lr": 1.6}, label="growing"),
+    AlgorithmCase(
+        lambda: F2SA(growth=0.0, shared=True),
+        ends_with(penalty_matrix(10.0)),
+        {"inner_steps": 4, "outer_lr": 1.0},
+        100,
+        noisy=({"outer_lr": Power(0.5, 0.7)}, 150, 0.5),
+        label="shared",
+    ),
+    AlgorithmCase(
+        lambda: BOME(pulled_lr=Power(0.5, 1.0, offset=40)),
+        ends_with(unrolled_matrix(5)),
+        {"inner_steps": 5, "outer_lr": Power(0.5, 1.0, offset=40)},
+        400,
+        tol=0.05,  # falls like 1 / k; tests/test_first_order.py follows it further
+    ),
 ]
 EXECUTORS: list[Any] = []
 

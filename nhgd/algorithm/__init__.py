@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from nhgd.algorithm.aid import AID
 from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
+from nhgd.algorithm.bome import BOME
+from nhgd.algorithm.f2sa import F2SA
+from nhgd.algorithm.itd import ITD
 from nhgd.algorithm.nhgd import NHGD
 from nhgd.algorithm.stage import Settings, Stage
 from nhgd.errors import InputError, unknown
@@ -58,6 +61,9 @@ def resolve(method: str | AbstractAlgorithm) -> AbstractAlgorithm:
 __all__ = [
     "AID",
     "ALGORITHMS",
+    "BOME",
+    "F2SA",
+    "ITD",
     "NHGD",
     "AbstractAlgorithm",
     "Settings",

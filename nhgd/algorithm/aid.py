@@ -12,7 +12,7 @@ from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
 from nhgd.algorithm.stage import Stage
 from nhgd.errors import InputError
 from nhgd.hypergradients.implicit import implicit
-from nhgd.inverse import CG, AbstractInverse
+from nhgd.inverse import CG, AbstractInverse, Identity
 
 
 @dataclass
@@ -54,6 +54,11 @@ class AID(AbstractAlgorithm):
 
     def __post_init__(self) -> None:
         check_batches("AID", self.batches)
+
+    @classmethod
+    def presets(cls) -> dict[str, AbstractAlgorithm]:
+        """T1-T2: the Hessian taken as the identity."""
+        return {"t1t2": cls(inverse=Identity())}
 
     @property
     def online(self) -> AbstractInverse | None:

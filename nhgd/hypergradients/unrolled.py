@@ -9,13 +9,76 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.data.batch import Batch
-from nhgd.errors import InputError, positive
+from nhgd.data.batch import Batch, common_length
+from nhgd.errors import InputError, counted, positive
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
 from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.inverse.spectrum import largest_eigenvalue
 from nhgd.point import OracleCalls, Point
 from nhgd.problem import Bilevel
+
+
+@dataclass(frozen=True)
+class Unrolling:
+    """What differentiating through gradient steps gives.
+
+    Attributes:
+        theta: where the steps ended, (D,).
+        losses: the inner objective before each step.
+        value: the outer loss at the end.
+        v: its derivative in v along all paths, one tensor a leaf.
+    """
+
+    theta: Tensor
+    losses: list[Tensor]
+    value: Tensor
+    v: list[Tensor]
+
+
+def through(
+    problem: Bilevel,
+    start: Sequence[Tensor],
+    batches: Sequence[Batch],
+    rates: Sequence[float],
+    outer_batch: Batch,
+    seed: int,
+    calls: OracleCalls,
+    radius: float | None = None,
+) -> Unrolling:
+    """Take a gradient step on each batch, and differentiate the outer loss at the end through all of them.
+
+        theta_{t+1} = Pi( theta_t - rate_t grad_theta l(v, theta_t, batch_t) ),      d/dv f(v, theta_n(v))
+
+    The graph of all steps is held until the end, and no longer. The way back through a step is one product with the cross
+    derivative and, but for the first, one with the Hessian; they are counted as such.
+
+    Args:
+        start: theta_0, one tensor a leaf, taken as a constant.
+        seed: what dropout of the outer pass is drawn from; that of the steps comes from the generator as it stands.
+        radius: of the ball Pi projects onto; None for no projection.
+    """
+    variable = problem.theta
+    theta = [leaf.detach().requires_grad_() for leaf in start]
+    losses = []
+    with problem.guarded(live=True), torch.enable_grad():
+        for batch, rate in zip(batches, rates, strict=True):
+            objective = problem.objective(batch, theta)
+            gradient = torch.autograd.grad(objective, theta, create_graph=True, materialize_grads=True)
+            theta = [p - rate * g for p, g in zip(theta, gradient, strict=True)]
+            if radius is not None:
+                norm = torch.stack([p.norm().to(variable.dtype) for p in theta]).norm()
+                shrink = (radius / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)
+                theta = [p * shrink.to(p.dtype) for p in theta]
+            losses.append(objective.detach())
+            calls.samples += common_length(batch) or 1
+        with problem.guarded(seed):
+            value = problem.outer_value(outer_batch, theta)
+            found = torch.autograd.grad(value, problem.v.leaves, materialize_grads=True)
+    calls.inner_gradients += len(losses)
+    calls.outer_gradients += 1
+    calls.cross += len(losses)
+    calls.hvps += max(len(losses) - 1, 0)
+    return Unrolling(variable.flatten([p.detach() for p in theta]), losses, value.detach(), list(found))
 
 
 @final
@@ -47,7 +110,7 @@ class Unrolled(AbstractHypergradient):
     truncate: int | None = None
 
     def __post_init__(self) -> None:
-        positive("Unrolled", steps=self.steps)
+        counted("Unrolled", steps=self.steps)
         if self.lr is not None:
             positive("Unrolled", lr=self.lr)
         if self.truncate is not None and not 1 <= self.truncate <= self.steps:
@@ -69,18 +132,15 @@ class Unrolled(AbstractHypergradient):
             top = largest_eigenvalue(Point(problem, inner_batches, seed=seed, calls=calls), problem.theta.flat(), 20)
             lr = 1.0 / top if top > 0 else 1.0
         kept = self.steps if self.truncate is None else self.truncate
-        theta: list[Tensor] = [leaf.detach().requires_grad_() for leaf in problem.theta.leaves]
-        with problem.guarded(seed), torch.enable_grad():
-            for t in range(self.steps):
-                differentiate = t >= self.steps - kept
-                objective = problem.objective(inner_batches[t % len(inner_batches)], theta)
-                gradient = torch.autograd.grad(objective, theta, create_graph=differentiate, materialize_grads=True)
-                theta = [p - lr * g for p, g in zip(theta, gradient, strict=True)]
-                if not differentiate:
-                    theta = [p.detach().requires_grad_() for p in theta]
-            value = problem.outer_value(outer_batch, theta)
-            leaves = list(torch.autograd.grad(value, problem.v.leaves, materialize_grads=True))
-        calls.inner_gradients += self.steps
-        calls.outer_gradients += 1
-        stats = SolveStats(residual=None, hvps=0, converged=True, notes={"lr": lr, "differentiated": kept})
-        return Hypergradient(problem.v.like(leaves), float(value.detach()), stats, leaves)
+        order = [inner_batches[t % len(inner_batches)] for t in range(self.steps)]
+        first, last = order[: self.steps - kept], order[self.steps - kept :]
+        theta = [leaf.detach().requires_grad_() for leaf in problem.theta.leaves]
+        with problem.guarded(seed + 1), torch.enable_grad():
+            for batch in first:
+                gradient = torch.autograd.grad(problem.objective(batch, theta), theta, materialize_grads=True)
+                theta = [(p - lr * g).detach().requires_grad_() for p, g in zip(theta, gradient, strict=True)]
+                calls.inner_gradients += 1
+                calls.samples += common_length(batch) or 1
+            found = through(problem, theta, last, [lr] * kept, outer_batch, seed, calls)
+        stats = SolveStats(residual=None, hvps=kept - 1, converged=True, notes={"lr": lr, "differentiated": kept})
+        return Hypergradient(problem.v.like(found.v), float(found.value), stats, found.v)

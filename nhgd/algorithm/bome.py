@@ -1,0 +1,102 @@
+"""BOME: descend in theta and v together, with a barrier that keeps theta near the inner optimum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final, get_args
+
+import torch
+from torch import Tensor
+
+from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
+from nhgd.algorithm.stage import Stage
+from nhgd.errors import positive, unknown
+from nhgd.schedule import Rate
+from nhgd.schedule import resolve as resolve_rate
+
+Barrier = Literal["gradient", "gap"]
+
+
+@dataclass
+class BOMEState:
+    """The inner variable that the outer loss pulls, (D,)."""
+
+    pulled: Tensor
+
+
+@final
+@dataclass(frozen=True)
+class BOME(AbstractAlgorithm):
+    """First order, one loop in (v, theta): the outer loss descends while the inner gap shrinks.
+
+    Beside `theta`, which takes inner steps alone, there is `pulled`, which the outer loss moves too:
+
+        repeat K times:
+            theta = pulled;   repeat T times:  theta <- Pi( theta - eta_t grad_theta l(v, theta, batch) )
+            q(v, p)    = l(v, p) - l(v, theta),                                       theta held constant
+            multiplier = max( ( barrier - <grad f, grad q> ) / ||grad q||^2, 0 ),     both gradients at (v, pulled)
+            (v, pulled) <- Pi( (v, pulled) - alpha ( grad f + multiplier grad q ) )
+
+    with barrier = strength ||grad q||^2, or strength q. While the multiplier is above 0 the direction lowers q at the
+    rate of the barrier: <direction, grad q> = barrier.
+
+    There is no second derivative, and T biases the end as it does that of `ITD`: where pulled comes near theta*(v), both
+    parts of the direction vanish at grad_v f = X^T S_T grad_theta f with S_T = (I - (I - eta H)^T) H^{-1}. A constant alpha
+    adds a bias of its own, of the order of alpha: the multiplier cannot outgrow 2 / (alpha ||d2 q||), and v ends near
+    where a penalty with that multiplier does. Let alpha decay, but slowly: below 1/k the steps sum up to too little.
+
+    Args:
+        strength: how fast the barrier closes the gap, eta in the paper.
+        barrier: "gradient" for strength ||grad q||^2, or "gap" for strength q.
+        pulled_lr: the step of `pulled`: a number, a function of the outer step or a schedule; None: that of v, alpha.
+
+    >>> BOME(strength=0.1).barrier
+    'gradient'
+
+    References: B. Liu, M. Ye, S. Wright, P. Stone, Q. Liu, BOME! Bilevel optimization made easy: a simple first-order
+    approach, 2022, algorithm 1.
+    Deviations: 1. f and q are taken on one fresh batch each, the two terms of q on the same one, where the paper takes full
+    gradients. 2. what a run hands back is the theta that took inner steps alone, and its outer loss is reported, so that
+    both can be compared with those of other methods. 3. the optimiser of v may be any; then alpha is its step size.
+    """
+
+    name: ClassVar[str] = "bome"
+    strength: float = 0.5
+    barrier: Barrier = "gradient"
+    pulled_lr: Rate | None = None
+
+    def __post_init__(self) -> None:
+        positive("BOME", strength=self.strength)
+        if self.pulled_lr is not None:
+            resolve_rate(self.pulled_lr, "pulled_lr")
+        if self.barrier not in get_args(Barrier):
+            raise unknown("barrier of BOME", str(self.barrier), get_args(Barrier))
+
+    def init(self, stage: Stage) -> BOMEState:
+        """Both inner variables begin as one."""
+        stage.plain_rate("BOME")
+        return BOMEState(stage.problem.theta.flat())
+
+    def step(self, stage: Stage, state: BOMEState) -> tuple[BOMEState, StepInfo]:
+        """One outer step."""
+        problem = stage.problem
+        problem.theta.assign(state.pulled)
+        losses = [stage.inner_step() for _ in range(stage.settings.inner_steps)]
+        batches, outer_batch, seed = stage.inner_batches(1), stage.outer.next(), stage.seed()
+        here = stage.point(batches, outer_batch, seed)
+        trained = here.inner_gradients()
+        with stage.elsewhere(state.pulled):
+            at = stage.point(batches, outer_batch, seed)
+            f, q = at.outer(), at.inner_gradients()
+        q_v = [a - b for a, b in zip(q.v, trained.v, strict=True)]
+        size = float(q.theta.dot(q.theta)) + sum(float(g.square().sum()) for g in q_v)
+        along = float(f.theta.dot(q.theta)) + sum(float((a * b).sum()) for a, b in zip(f.v, q_v, strict=True))
+        gap = float(q.value - trained.value)
+        barrier = self.strength * (size if self.barrier == "gradient" else gap)
+        multiplier = max((barrier - along) / size, 0.0) if size > 0 else 0.0
+        alpha = (stage.v if self.pulled_lr is None else resolve_rate(self.pulled_lr, "pulled_lr")).rate(stage.clock)
+        pulled = stage.projected(state.pulled - alpha * (f.theta + multiplier * q.theta))
+        outer_loss = here.outer_value()
+        norm = stage.move_v([a + multiplier * b for a, b in zip(f.v, q_v, strict=True)])
+        notes = {"multiplier": multiplier, "gap": gap}
+        return BOMEState(pulled), StepInfo(outer_loss, float(torch.stack(losses).mean()), norm, 0, notes)

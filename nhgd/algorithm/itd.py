@@ -1,0 +1,104 @@
+"""Iterative differentiation: the inner loop itself is differentiated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
+from nhgd.algorithm.stage import Stage
+from nhgd.errors import InputError
+from nhgd.hypergradients.unrolled import through
+
+
+@dataclass
+class ITDState:
+    """Where theta started."""
+
+    theta: Tensor
+
+
+@final
+@dataclass(frozen=True)
+class ITD(AbstractAlgorithm):
+    """Differentiate through the inner steps of this outer step, or through the last few of them.
+
+        repeat K times:
+            for t = 0 .. T-1:   theta_{t+1} = Pi( theta_t - eta_t grad_theta l(v, theta_t, batch_t) )
+            v <- Pi( v - alpha d/dv f(v, theta_T(v)) ),      theta_0, or theta_{T-k} when truncated, held constant
+
+    The graph of the differentiated steps lives until v has moved, so memory grows with their number. With a warm start
+    theta_T tends to theta*(v), and what is then computed is the implicit formula with a sum of as many terms as there are
+    differentiated steps, here n of size eta, in place of the inverse:
+
+        S_n = eta sum_{t<n} (I - eta H)^t = (I - (I - eta H)^n) H^{-1}
+
+    so the method ends beside the solution, the nearer the longer it differentiates.
+
+    Args:
+        truncate: differentiate the last so many steps alone; None, or more than there are: all of them.
+        warm_start: theta goes on from the last outer step; otherwise each inner loop begins where the first one did.
+
+    >>> ITD.presets()["truncated"]
+    ITD(truncate=5, warm_start=True)
+
+    References: L. Franceschi, M. Donini, P. Frasconi, M. Pontil, Forward and reverse gradient-based hyperparameter
+    optimization, 2017, algorithm 1; K. Ji, J. Yang, Y. Liang, Bilevel optimization: convergence analysis and enhanced
+    design, 2021, algorithm 1 (ITD-BiO); A. Shaban, C.-A. Cheng, N. Hatch, B. Boots, Truncated back-propagation for bilevel
+    optimization, 2019, equation 5.
+    Deviations: 1. plain gradient steps only; other inner optimisers are refused. 2. each step has its own batch where
+    those papers take full gradients. 3. a projection onto a ball is differentiated too.
+    """
+
+    name: ClassVar[str] = "itd"
+    truncate: int | None = None
+    warm_start: bool = True
+
+    def __post_init__(self) -> None:
+        if self.truncate is not None and (not isinstance(self.truncate, int) or self.truncate < 1):
+            raise InputError(f"ITD: truncate must be a whole number of at least 1 or None, got {self.truncate!r}.")
+
+    @classmethod
+    def presets(cls) -> dict[str, AbstractAlgorithm]:
+        """Truncated back-propagation."""
+        return {"truncated": cls(truncate=5)}
+
+    def init(self, stage: Stage) -> ITDState:
+        """Refuse what cannot be differentiated, and remember where theta starts."""
+        stage.plain_rate("ITD")
+        if callable(stage.settings.project):
+            raise InputError(
+                "ITD differentiates through its steps, which it cannot through a function that changes theta in place. Give"
+                " project a radius, or leave it away."
+            )
+        return ITDState(stage.problem.theta.flat())
+
+    def step(self, stage: Stage, state: ITDState) -> tuple[ITDState, StepInfo]:
+        """One outer step."""
+        problem, steps, radius = stage.problem, stage.settings.inner_steps, stage.settings.project
+        if not self.warm_start:
+            problem.theta.assign(state.theta)
+        last = steps if self.truncate is None else min(self.truncate, steps)
+        losses = [stage.inner_step() for _ in range(steps - last)]
+        batches, rates = stage.inner_batches(last), []
+        for _ in range(last):
+            rates.append(stage.plain_rate("ITD"))
+            stage.tick()
+        found = through(
+            problem,
+            problem.theta.leaves,
+            batches,
+            rates,
+            stage.outer.next(),
+            stage.seed(),
+            stage.calls,
+            None if radius is None else float(radius),  # type: ignore[arg-type]
+        )
+        problem.theta.assign(found.theta)
+        norm = stage.move_v(found.v)
+        losses += found.losses
+        info = StepInfo(float(found.value), float(torch.stack(losses).mean()), norm, 0, {"differentiated": last})
+        return state, info
