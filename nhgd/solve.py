@@ -76,6 +76,8 @@ class Solver:
         inner_optimizer, outer_optimizer: any torch optimiser: a class, a factory of parameters, or an instance.
         project: the radius R of the ball theta is kept in, or a function that changes theta in place.
         project_v: the box (low, high) v is kept in, or a function that changes v in place.
+        outer_clip: the largest norm of a hypergradient; longer ones are shortened to it, because one wild estimate would
+            fill the moments of Adam for hundreds of steps.
         execution: where curvature is kept up to date.
         seed: of every random number the run draws. The caller's generators are left as they were.
         metrics: (theta, v) -> dict of numbers, added to the history; not part of the time.
@@ -104,6 +106,7 @@ class Solver:
         outer_optimizer: OptimizerFactory | None = None,
         project: Projection = None,
         project_v: Projection = None,
+        outer_clip: float | None = None,
         execution: str | AbstractExecutor = "inline",
         seed: int = 0,
         metrics: Metrics | None = None,
@@ -112,7 +115,9 @@ class Solver:
         _check_projections(project, project_v)
         if metrics_every < 1:
             raise InputError(f"metrics_every must be at least 1, got {metrics_every}.")
-        settings = Settings(inner_steps, inner_lr, outer_lr, inner_optimizer, outer_optimizer, project, project_v)
+        settings = Settings(
+            inner_steps, inner_lr, outer_lr, inner_optimizer, outer_optimizer, project, project_v, outer_clip
+        )
         self.problem = problem
         self.algorithm = resolve_algorithm(method).prepared(problem)
         self.executor = executions.resolve(execution)

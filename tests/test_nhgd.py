@@ -219,6 +219,73 @@ def test_a_natural_step_that_raises_the_loss_is_taken_back():
     assert bool(torch.isfinite(problem.theta.flat()).all())
 
 
+def test_a_natural_step_tries_again_from_the_curvature_at_hand():
+    """At z = 4 the empirical Fisher matrix of 0.01 z^2 asks for a step of 12.5, damped to 11.4, 8.9 and 4.8: the third helps."""
+    theta = torch.tensor([4.0]).double()
+    problem = nhgd.Bilevel(
+        lambda theta, v, b: 0.01 * (theta - v).square().expand(len(b)),
+        lambda theta, v, b: theta.sum(),
+        theta,
+        0 * theta,
+    )
+    x = torch.ones(1, 1).double()
+    method = NHGD(FisherWindow(window=1, records="sample", damping=1e-9), inner="natural", natural_steps=1)
+    running = nhgd.Solver(problem, [x], [x], method=method, inner_steps=50, outer_lr=1e-12)
+    row = running.step()
+    assert row["taken_back"] == 2
+    torch.testing.assert_close(problem.theta.flat(), torch.tensor([4 - 12.5 / 2.6]).double(), rtol=1e-5, atol=0)
+    assert row["inner_gradients"] == 2  # one natural step and the cross derivative, whatever the solver's inner_steps
+
+
+def test_the_damping_of_natural_steps_stays_above_its_floor():
+    instance = Quadratic(dim=6, outer_dim=3, samples=40).build(0, torch.device("cpu"))
+    method = NHGD(FisherWindow(window=40, fisher="exact"), inner="natural", natural_floor=0.02)
+    running = nhgd.Solver(
+        instance.problem, instance.inner_data, instance.outer_data, method=method, inner_steps=12, outer_lr=1e-12
+    )
+    assert running.step()["damping"] == 0.02
+
+
+@pytest.mark.parametrize("make", [catalogue.weighted_logistic, catalogue.mlp_module])
+def test_observing_the_end_takes_the_curvature_of_the_very_point(make):
+    v, theta, running = stepped(make, NHGD(FisherWindow(window=len(make()[1][0]), records="sample"), observe="end"))
+    problem, inner, outer = make()
+    before = oracles.v_of(problem)
+    oracles.assign(problem.theta.given, theta)
+    matrix = oracles.fisher(problem, inner) + oracles.ridge_hessian(problem)
+    in_theta, in_v = outer_gradients(problem, outer, theta, before)
+    L = oracles.cross(problem, inner, theta, before)
+    x = torch.linalg.solve(matrix, in_theta)
+    torch.testing.assert_close(v, before - 0.1 * (in_v - (L.T @ x if L.shape[0] == len(x) else L @ x)))
+    assert running.stage.executor.snapshot()[0].observed == 1
+
+
+def test_natural_steps_begin_with_the_curvature_of_the_last_end():
+    """Where curvature is constant, it does not matter when it was observed; one record an outer step is enough."""
+    ends = {}
+    for observe in ("all", "end"):
+        instance = Quadratic(dim=6, outer_dim=3, samples=40).build(0, torch.device("cpu"))
+        method = NHGD(FisherWindow(window=40, fisher="exact"), inner="natural", observe=observe)
+        running = nhgd.Solver(
+            instance.problem, instance.inner_data, instance.outer_data, method=method, inner_steps=1, outer_lr=0.1
+        )
+        running.run(steps=5)
+        ends[observe] = instance.problem.v.given
+        assert running.stage.executor.snapshot()[0].observed == {"all": 5, "end": 6}[observe]
+    torch.testing.assert_close(ends["all"], ends["end"])
+
+
+def test_a_long_hypergradient_is_clipped():
+    make = catalogue.weighted_logistic
+    v, _, running = stepped(make, AID(CG()), outer_clip=1e-3)
+    free, _, _ = stepped(make, AID(CG()))
+    start = oracles.v_of(make()[0])
+    norm = running.history[0]["hypergradient_norm"]
+    torch.testing.assert_close(v - start, (free - start) * (1e-3 / norm))
+    unclipped, _, _ = stepped(make, AID(CG()), outer_clip=2 * norm)
+    torch.testing.assert_close(unclipped, free, rtol=0, atol=0)
+
+
 def test_the_clock_chooses_periods_and_the_choice_repeats_the_run():
     make = catalogue.frozen_layer
     for inverse in (KFAC(overhead=0.2), EKFAC(overhead=0.2), refined(KFAC(overhead=0.2), steps=2)):
@@ -271,6 +338,10 @@ def test_names():
         (lambda: NHGD(curvature="old"), "curvature of NHGD"),
         (lambda: NHGD(batches=0), "batches must be"),
         (lambda: NHGD(natural_lr=2.0), "natural_lr"),
+        (lambda: NHGD(natural_steps=0), "natural_steps must be a whole number"),
+        (lambda: NHGD(natural_floor=-1.0), "natural_floor must be 0 or more"),
+        (lambda: NHGD(observe="last"), "observe of NHGD"),
+        (lambda: stepped(catalogue.plain_tensor, AID(), outer_clip=0.0), "outer_clip must be above 0"),
         (lambda: NHGD(refine=-1), "refine must be 0 or more"),
         (lambda: stepped(catalogue.plain_tensor, NHGD(KFAC())), "fisher_window"),
         (lambda: stepped(catalogue.mlp_module, NHGD(Identity(), inner="natural")), "no damping to adapt"),

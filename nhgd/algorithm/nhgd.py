@@ -14,7 +14,7 @@ from nhgd.algorithm.calibration import calibrated
 from nhgd.algorithm.natural import LevenbergMarquardt
 from nhgd.algorithm.stage import Stage
 from nhgd.data.batch import Batch
-from nhgd.errors import InputError, not_negative, unknown
+from nhgd.errors import InputError, counted, not_negative, unknown
 from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse import AbstractInverse, FisherDense, FisherWindow, Refined
 from nhgd.inverse.automatic import automatic
@@ -23,6 +23,7 @@ from nhgd.problem import Bilevel
 
 Cross = Literal["final", "trajectory"]
 Inner = Literal["optimizer", "natural"]
+Observe = Literal["all", "end"]
 Curvature = Literal["carried", "fresh"]
 
 
@@ -65,9 +66,15 @@ class NHGD(AbstractAlgorithm):
         batches: fresh inner batches at the end of the inner loop, or "all" for one pass over the data.
         warm_start: theta goes on from the last outer step; otherwise each inner loop begins where the first one did.
         curvature: "carried" over outer steps, or "fresh" at each.
+        observe: "all" inner steps, or "end": the batches of the cross derivative, once, where the inner loop has ended. This
+            is one pass more and far fewer updates of A, for an inverse whose update is dear and whose batch is all the
+            data. The curvature is then that of the very point; natural steps begin with the last one.
         inner: "optimizer" for the optimiser's own steps, or "natural" for steps preconditioned by the same inverse, with
             Levenberg-Marquardt damping. Natural steps need inline execution.
         natural_lr: the length of a natural step, 1 for the full one.
+        natural_steps: how many natural steps make an inner loop, because one is worth many of an optimiser's; None: the
+            solver's inner_steps.
+        natural_floor: the least damping of natural steps; in float32 curvature below about 1e-6 of the largest is noise.
 
     >>> NHGD(cross="trajectory").name
     'nhgd'
@@ -85,17 +92,22 @@ class NHGD(AbstractAlgorithm):
     batches: int | str = 1
     warm_start: bool = True
     curvature: Curvature = "carried"
+    observe: Observe = "all"
     inner: Inner = "optimizer"
     natural_lr: float = 1.0
+    natural_steps: int | None = None
+    natural_floor: float = 0.0
 
     def __post_init__(self) -> None:
         check_batches("NHGD", self.batches)
-        not_negative("NHGD", refine=self.refine)
-        for option, known in (("cross", Cross), ("curvature", Curvature), ("inner", Inner)):
+        not_negative("NHGD", refine=self.refine, natural_floor=self.natural_floor)
+        for option, known in (("cross", Cross), ("curvature", Curvature), ("inner", Inner), ("observe", Observe)):
             if getattr(self, option) not in get_args(known):
                 raise unknown(f"{option} of NHGD", str(getattr(self, option)), get_args(known))
         if not 0 < self.natural_lr <= 1:
             raise InputError(f"NHGD: natural_lr must lie between 0 and 1, got {self.natural_lr}.")
+        if self.natural_steps is not None:
+            counted("NHGD", natural_steps=self.natural_steps)
 
     @classmethod
     def presets(cls) -> dict[str, AbstractAlgorithm]:
@@ -122,7 +134,7 @@ class NHGD(AbstractAlgorithm):
     def init(self, stage: Stage) -> NHGDState:
         """Remember where theta starts, and choose the periods of the curvature if a clock is to decide."""
         stage.use(calibrated(stage))
-        marquardt = LevenbergMarquardt(self.natural_lr) if self.inner == "natural" else None
+        marquardt = LevenbergMarquardt(self.natural_lr, self.natural_floor) if self.inner == "natural" else None
         return NHGDState(stage.problem.theta.flat(), marquardt=marquardt)
 
     def step(self, stage: Stage, state: NHGDState) -> tuple[NHGDState, StepInfo]:
@@ -134,10 +146,17 @@ class NHGD(AbstractAlgorithm):
         if self.curvature == "fresh":
             stage.executor.start(inverse, stage.problem.theta)
         visits: list[Visit] = []
-        losses = [self._inner(stage, state, visits) for _ in range(stage.settings.inner_steps)]
+        steps = (
+            stage.settings.inner_steps if state.marquardt is None else self.natural_steps or stage.settings.inner_steps
+        )
+        losses = [self._inner(stage, state, visits) for _ in range(steps)]
+        batches = stage.inner_batches(self.batches)
+        if self.observe == "end":
+            for batch in batches:
+                stage.gradient(batch)
         stage.executor.drain()
         curvature, lag = stage.executor.snapshot()
-        at = stage.point(stage.inner_batches(self.batches), stage.outer.next())
+        at = stage.point(batches, stage.outer.next())
 
         def along(x: Tensor) -> list[Tensor]:
             return trajectory_cross(stage, visits, x)
@@ -157,10 +176,12 @@ class NHGD(AbstractAlgorithm):
         else:
             batch, seed = None, None
         if state.marquardt is not None:
-            return state.marquardt.step(stage, batch, seed)
+            # Where the last inner loop ended, this one begins, so its curvature serves the first step.
+            known = self.observe == "end" and stage.clock.t == 0 and stage.clock.k > 0 and self.curvature == "carried"
+            return state.marquardt.step(stage, batch, seed, record=not (known and self.warm_start))
         if seed is not None:
             torch.manual_seed(seed)
-        return stage.inner_step(batch)
+        return stage.inner_step(batch, record=self.observe == "all")
 
 
 def trajectory_cross(stage: Stage, visits: list[Visit], x: Tensor) -> list[Tensor]:

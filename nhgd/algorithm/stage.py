@@ -17,7 +17,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import Stream
-from nhgd.errors import InputError, NonFiniteError
+from nhgd.errors import InputError, NonFiniteError, positive
 from nhgd.execution.base import AbstractExecutor
 from nhgd.inverse.base import AbstractInverse
 from nhgd.point import OracleCalls, Point
@@ -42,6 +42,7 @@ class Settings:
     outer_optimizer: OptimizerFactory | None = None
     project: Projection = None
     project_v: Projection = None
+    outer_clip: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.inner_steps, int) or self.inner_steps < 1:
@@ -50,6 +51,8 @@ class Settings:
             rate = getattr(self, name)
             if rate is not None:
                 resolve_rate(rate, name)
+        if self.outer_clip is not None:
+            positive("Solver", outer_clip=self.outer_clip)
 
 
 class Mover:
@@ -173,10 +176,10 @@ class Stage:
             self.executor.submit(found.record)
         return found
 
-    def inner_step(self, batch: Batch | None = None) -> Tensor:
+    def inner_step(self, batch: Batch | None = None, record: bool = True) -> Tensor:
         """Draw a batch, take one projected optimiser step on theta, and return the loss before it."""
         chosen = self.inner_batch() if batch is None else batch
-        found = self.gradient(chosen)
+        found = self.gradient(chosen, record)
 
         def closure() -> Tensor:
             again = self.gradient(chosen, record=False)
@@ -262,10 +265,13 @@ class Stage:
         return Point(self.problem, inner_batches, outer_batch, seed, self.calls)
 
     def move_v(self, gradient: Sequence[Tensor]) -> float:
-        """One projected optimiser step on v along the hypergradient; its norm. Non-finite ones are refused."""
+        """One projected optimiser step on v along the hypergradient, clipped; its norm before. Non-finite ones are refused."""
         norm = float(torch.stack([g.double().norm() for g in gradient]).norm())
         if norm != norm or norm == float("inf"):
             raise NonFiniteError("the hypergradient")
+        clip = self.settings.outer_clip
+        if clip is not None and norm > clip:
+            gradient = [g * (clip / norm) for g in gradient]
         self.v.move(gradient, self.clock)
         self.project_v()
         return norm
