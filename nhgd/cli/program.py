@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 import nhgd
 from nhgd.cli.check import check
+from nhgd.cli.clean import clean
 from nhgd.cli.demo import demo
 from nhgd.cli.list import list_names
 from nhgd.cli.run import run
@@ -122,5 +123,5 @@ def program(
         raise typer.Exit(2)
 
 
-for name, command in (("demo", demo), ("list", list_names), ("run", run), ("check", check)):
+for name, command in (("demo", demo), ("list", list_names), ("run", run), ("check", check), ("clean", clean)):
     app.command(name)(command)

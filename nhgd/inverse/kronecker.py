@@ -363,7 +363,7 @@ def eigenvalues(name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
         raise NonFiniteError(f"The statistics of {name!r} hold nan or inf, so an inner step did. Lower its step size.")
     try:
         values, vectors = torch.linalg.eigh(matrix)
-    except torch.linalg.LinAlgError:
+    except RuntimeError:
         # A GPU's solver can fail on many equal eigenvalues, such as those of pixels that are always the same.
         values, vectors = (t.to(matrix) for t in torch.linalg.eigh(matrix.double().cpu()))
     return values, vectors.contiguous()  # column by column as LAPACK leaves them, they could not be saved

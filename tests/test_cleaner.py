@@ -1,0 +1,184 @@
+"""LabelCleaner and `nhgd clean`: NumPy and CSV in, suspects out."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+from sklearn.utils.estimator_checks import parametrize_with_checks
+from typer.testing import CliRunner
+
+import nhgd
+from nhgd.cli.program import app
+from nhgd.data.table import Features, read_table
+from nhgd.estimators.cleaner import LabelCleaner, NoTrustedSetWarning
+
+QUICK = {"steps": 25, "inner_steps": 10, "random_state": 0}
+
+
+@parametrize_with_checks([LabelCleaner(steps=2, inner_steps=2, random_state=0)])
+@pytest.mark.filterwarnings("ignore::nhgd.estimators.cleaner.NoTrustedSetWarning")  # the checks have no trusted set
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
+def test_scikit_learn_finds_nothing_to_object_to(estimator, check):
+    check(estimator)
+
+
+def noisy_digits(rate=0.4):
+    X, y = load_digits(return_X_y=True)
+    rng = np.random.default_rng(0)
+    order = rng.permutation(len(y))
+    X, y = X[order], y[order]
+    noisy = y[:600].copy()
+    touched = rng.permutation(600)[: round(rate * 600)]
+    noisy[touched] = (noisy[touched] + rng.integers(1, 10, len(touched))) % 10
+    return X[:600], noisy, noisy != y[:600], X[600:800], y[600:800], X[800:], y[800:]
+
+
+def f1(suspects, wrong):
+    found = np.zeros(len(wrong), dtype=bool)
+    found[suspects] = True
+    return 2 * (found & wrong).sum() / (found.sum() + wrong.sum())
+
+
+def test_finds_wrong_labels_of_digits_and_does_without_them():
+    X, y, wrong, X_trusted, y_trusted, X_test, y_test = noisy_digits()
+    cleaner = LabelCleaner(**QUICK).fit(X, y, X_trusted, y_trusted)
+    assert f1(cleaner.label_issues_, wrong) > 0.9
+    assert wrong[cleaner.label_issues_[:50]].mean() > 0.95
+    assert (np.diff(cleaner.weights_[cleaner.label_issues_]) >= 0).all()
+    assert cleaner.score(X_test, y_test) > 0.9
+    assert (cleaner.suggested_labels_[~wrong] == y[~wrong]).mean() > 0.9
+    np.testing.assert_allclose(cleaner.predict_proba(X_test).sum(1), 1.0)
+
+
+def test_same_seed_same_weights():
+    X, y, _, X_trusted, y_trusted, *_ = noisy_digits()
+    first, second = (LabelCleaner(**{**QUICK, "steps": 3}).fit(X, y, X_trusted, y_trusted).weights_ for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_without_a_trusted_set_it_warns_and_still_helps():
+    X, y, wrong, *_ = noisy_digits(rate=0.3)
+    with pytest.warns(NoTrustedSetWarning, match="119 of the 600 samples were held out"):
+        cleaner = LabelCleaner(**QUICK).fit(X, y)
+    assert len(cleaner.weights_) == 600
+    # Suspects drawn at random would hit 0.3 of the time.
+    assert wrong[cleaner.label_issues_[:100]].mean() > 0.8
+
+
+def test_refusals():
+    X, y, _, X_trusted, y_trusted, *_ = noisy_digits()
+    for bad, message in (
+        (lambda: LabelCleaner(steps=0).fit(X, y), "steps must be a whole number"),
+        (lambda: LabelCleaner(l2=-1.0).fit(X, y), "l2 must be 0 or more"),
+        (lambda: LabelCleaner(held_out=0.9).fit(X, y), "held_out"),
+        (lambda: LabelCleaner().fit(X, np.zeros(600)), "one class only"),
+        (lambda: LabelCleaner().fit(X, y, X_trusted), "together"),
+        (lambda: LabelCleaner().fit(X, y, X_trusted[:5], y_trusted[:5]), "two samples of every class"),
+        (lambda: LabelCleaner().fit(X, y, X_trusted, y_trusted + 100), "labels that y does not"),
+    ):
+        with pytest.raises(nhgd.InputError, match=message):
+            bad()
+    spoilt = X.copy()
+    spoilt[3, 4] = np.nan
+    with pytest.raises(ValueError, match="NaN"):
+        LabelCleaner().fit(spoilt, y, X_trusted, y_trusted)
+
+
+def write(path, rows):
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(rows)
+    return str(path)
+
+
+@pytest.fixture
+def tables(tmp_path):
+    """Rows with a numeric and a categorical column that tell the label; every fifth label of the training rows is wrong."""
+    rng = np.random.default_rng(1)
+    rows = []
+    for i in range(160):
+        number, colour = rng.normal(), rng.choice(["red", "blue"])
+        rows.append([i, f"{number:.4f}", colour, "yes" if number + (colour == "red") > 0.5 else "no"])
+    train = [row[:] for row in rows[:120]]
+    for row in train[::5]:
+        row[3] = "no" if row[3] == "yes" else "yes"
+    header = ["id", "size", "colour", "y"]
+    return write(tmp_path / "train.csv", [header, *train]), write(tmp_path / "val.csv", [header, *rows[120:]])
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["clean", *map(str, arguments)])
+
+
+def test_clean_writes_every_row_in_its_order(tables, tmp_path):
+    train, trusted = tables
+    out = tmp_path / "new" / "weights.csv"
+    result = invoke(
+        train, "--label", "y", "--trusted", trusted, "--out", out, "--ignore", "id", "--steps", 20, "--json"
+    )
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    with open(out, encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["id"] for row in rows] == [str(i) for i in range(120)]
+    suspects = {int(row["id"]) for row in rows if row["suspect"] == "1"}
+    assert len(suspects) == answer["suspects"]
+    wrong = set(range(0, 120, 5))
+    assert len(suspects & wrong) >= 0.7 * len(wrong)
+    assert len(suspects - wrong) <= 0.3 * len(wrong)
+    for row in rows:
+        assert (float(row["weight"]) < 0.5) == (row["suspect"] == "1")
+        assert row["suggested_label"] in ("yes", "no")
+
+
+def test_clean_for_people(tables, tmp_path):
+    train, trusted = tables
+    out = tmp_path / "w.csv"
+    result = invoke(train, "--label", "y", "--trusted", trusted, "--out", out, "--ignore", "id", "--steps", 3)
+    assert result.exit_code == 0
+    assert "rows" in result.stdout
+    assert str(out.name) in result.stdout
+
+
+def test_clean_refuses_with_a_sentence_and_writes_nothing(tables, tmp_path):
+    train, _ = tables
+    out = tmp_path / "w.csv"
+    empty = write(tmp_path / "empty.csv", [])
+    bare = write(tmp_path / "bare.csv", [["a", "y"]])
+    hole = write(tmp_path / "hole.csv", [["a", "y"], ["1", "u"], ["", "v"], ["3", "u"], ["4", "v"]])
+    ragged = write(tmp_path / "ragged.csv", [["a", "y"], ["1"]])
+    single = write(tmp_path / "single.csv", [["a", "y"], ["1", "u"], ["2", "u"]])
+    unlabelled = write(tmp_path / "unlabelled.csv", [["a", "y"], ["1", "u"], ["2", " "]])
+    short = write(tmp_path / "short.csv", [["id", "size", "colour", "y"], ["1", "0.3", "red", "yes"]])
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe\x00a")
+    for arguments, message in (
+        ([empty, "--label", "y"], "is empty"),
+        ([bare, "--label", "y"], "no rows"),
+        ([hole, "--label", "y"], "row 2: nothing in the column 'a'"),
+        ([ragged, "--label", "y"], "row 1: 1 cells where the header has 2"),
+        ([single, "--label", "y"], "one class only"),
+        ([unlabelled, "--label", "y"], "row 2: no label"),
+        ([train, "--label", "yy"], "Did you mean 'y'"),
+        ([train, "--label", "y", "--ignore", "idd"], "Did you mean 'id'"),
+        ([train, "--label", "y", "--trusted", short], "two samples of every class"),
+        ([tmp_path / "none.csv", "--label", "y"], "cannot be read"),
+        ([tmp_path / "bytes.csv", "--label", "y"], "UTF-8"),
+        ([train, "--label", "y", "--steps", "0"], "steps must be a whole number"),
+    ):
+        result = invoke(*arguments, "--out", out)
+        assert result.exit_code == 2, arguments
+        assert message in result.stderr
+        assert not out.exists()
+
+
+def test_missing_cells_are_filled_when_asked(tmp_path):
+    path = write(tmp_path / "t.csv", [["a", "kind", "y"], ["1", "x", "u"], ["", "y", "v"], ["3", "?", "u"]])
+    table = read_table(tmp_path / "t.csv")
+    found = Features(impute=True).fit(table, ["a", "kind"]).transform(table)
+    np.testing.assert_array_equal(found, [[1, 1, 0], [2, 0, 1], [3, 0, 0]])
+    with pytest.raises(nhgd.InputError, match="row 2"):
+        Features().fit(table, ["a"])
+    assert path
