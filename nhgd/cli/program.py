@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 import nhgd
 from nhgd.cli.check import check
 from nhgd.cli.clean import clean
+from nhgd.cli.data import data
 from nhgd.cli.demo import demo
 from nhgd.cli.list import list_names
 from nhgd.cli.run import run
@@ -125,3 +126,4 @@ def program(
 
 for name, command in (("demo", demo), ("list", list_names), ("run", run), ("check", check), ("clean", clean)):
     app.command(name)(command)
+app.add_typer(data, name="data")

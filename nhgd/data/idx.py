@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from nhgd.data.fetch import cache
 from nhgd.errors import InputError
 
 _FILES = {
@@ -68,14 +69,16 @@ def _parse(file: BinaryIO, path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.frombuffer(data, dtype=np.uint8).reshape(shape)
 
 
-def find(name: str, data: str | Path | None) -> Path | None:
+def find(name: str, data: str | Path | None, cached: bool = False) -> Path | None:
     """The folder that holds the four files of an image set: under `data`, else under NHGD_DATA; None when neither is set.
 
-    A place that was named but does not hold the files is an error: there is no silent fallback.
+    A place that was named but does not hold the files is an error: there is no silent fallback. With `cached`, what
+    `nhgd data fetch` has left is taken when no place was named.
     """
     asked = str(data) if data is not None else os.environ.get("NHGD_DATA")
     if not asked:
-        return None
+        folder = cache() / name
+        return folder if cached and all(_file(folder, stem) for stem in _FILES.values()) else None
     root = Path(asked).expanduser()
     if not root.is_dir():
         raise InputError(f"There is no folder {root}. Point --data or NHGD_DATA at the IDX files of {name}.")

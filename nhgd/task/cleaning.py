@@ -145,11 +145,12 @@ class Cleaning(AbstractTask):
             raise InputError(
                 "The digits come with scikit-learn, so --data would be ignored. Leave it or dataset=digits away."
             )
-        folder = find("mnist", data) if self.dataset != "digits" else None
+        folder = find("mnist", data, cached=self.dataset == "mnist") if self.dataset != "digits" else None
         if folder is None:
             if self.dataset == "mnist":
                 raise InputError(
-                    "MNIST was asked for, but no folder was named. Point --data or NHGD_DATA at its IDX files."
+                    "MNIST was asked for, but no folder was named. Download it with `nhgd data fetch mnist`, or point --data"
+                    " or NHGD_DATA at its IDX files."
                 )
             x, y = digits()
             order = torch.randperm(len(x), generator=generator)
