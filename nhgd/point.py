@@ -85,6 +85,7 @@ class Point:
         self._shares = [n / sum(sizes) for n in sizes]
         self._sizes = sizes
         self._kept: tuple[Tensor, ...] | None = None
+        self._value: Tensor | None = None  # of the batch whose graph was made last
 
     @property
     def numel(self) -> int:
@@ -140,6 +141,7 @@ class Point:
         with torch.enable_grad():
             objective = problem.losses(self.inner_batches[index]).mean() + problem.ridge()
             gradient = torch.autograd.grad(objective, problem.theta.leaves, create_graph=True, materialize_grads=True)
+        self._value = objective.detach()
         self.calls.inner_gradients += 1
         self.calls.samples += self._sizes[index]
         if len(self.inner_batches) == 1:
@@ -208,6 +210,32 @@ class Point:
         """The cross derivative, transposed, times a vector (D,): one tensor for each leaf of v."""
         self.calls.cross += len(self.inner_batches)
         return self._pull_back(vector, self.problem.v.leaves)
+
+    def products(self, vector: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """`hvp` and `cross` of one vector, from one backward pass."""
+        theta, v = self.problem.theta, self.problem.v
+        self.calls.hvps += len(self.inner_batches)
+        self.calls.cross += len(self.inner_batches)
+        found = self._pull_back(vector, (*theta.leaves, *v.leaves))
+        return theta.flatten(found[: len(theta.leaves)]), found[len(theta.leaves) :]
+
+    def live_gradient(self) -> tuple[Tensor, list[Tensor]]:
+        """The inner loss and its gradient, one tensor a leaf, as an inner step takes them: buffers follow.
+
+        With one batch the products taken afterwards share its graph, so that a method whose inner step, Hessian product and
+        cross product fall on one point pays for one forward pass.
+        """
+        theta = self.problem.theta
+        value = torch.zeros((), dtype=theta.dtype, device=theta.device)
+        total = [torch.zeros_like(leaf) for leaf in theta.leaves]
+        for index, share in enumerate(self._shares):
+            with self.problem.guarded(self.seed + 1 + index, live=True):
+                gradient = self._graph(index)
+            assert self._value is not None
+            value.add_(self._value, alpha=share)
+            for t, g in zip(total, gradient, strict=True):
+                t.add_(g.detach(), alpha=share)
+        return value, total
 
     def gradient(self) -> Tensor:
         """The inner gradient, ridge included, (D,)."""

@@ -12,7 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nhgd
-from nhgd.algorithm import AID, BOME, F2SA, ITD, NHGD, AbstractAlgorithm
+from nhgd.algorithm import (
+    AID,
+    BOME,
+    F2SA,
+    FSLA,
+    ITD,
+    MRBO,
+    NHGD,
+    SABA,
+    SOBA,
+    SUSTAIN,
+    TTSA,
+    AbstractAlgorithm,
+    NHGDSingle,
+)
 from nhgd.hypergradients import AbstractHypergradient, Implicit, Unrolled
 from nhgd.inverse import AbstractInverse
 from nhgd.schedule import Power
@@ -427,6 +441,16 @@ def penalty_matrix(multiplier: float) -> Callable[[Instance, Tensor], Tensor]:
     )
 
 
+def neumann_matrix(products: int, phi: float) -> Callable[[Instance, Tensor], Tensor]:
+    """The Hessian that a Neumann series with so many products assumes: its inverse is phi sum_k (I - phi H)^k."""
+
+    def matrix(instance: Instance, v: Tensor) -> Tensor:
+        step = torch.eye(len(instance.extra.hessian), dtype=v.dtype) - phi * instance.extra.hessian
+        return torch.linalg.inv(phi * sum(torch.linalg.matrix_power(step, k) for k in range(products + 1)))
+
+    return matrix
+
+
 @dataclass(frozen=True)
 class AlgorithmCase:
     """An algorithm, how to run it on the small quadratic (d = 6, p = 3, n = 60), and where it must end.
@@ -493,6 +517,73 @@ ALGORITHMS: list[AlgorithmCase] = [
         {"inner_steps": 5, "outer_lr": Power(0.5, 1.0, offset=40)},
         400,
         tol=0.05,  # falls like 1 / k; tests/test_first_order.py follows it further
+    ),
+    # Single loops: one inner step for each outer one, so inner_lr is as large as the curvature allows.
+    AlgorithmCase(
+        SOBA,
+        settings={"inner_lr": 1.5, "outer_lr": 0.2},
+        steps=250,
+        noisy=({"inner_lr": Power(0.9, 0.3), "outer_lr": Power(0.3, 0.5)}, 300, 0.1),
+    ),
+    AlgorithmCase(
+        SABA,
+        settings={"inner_lr": 1.5, "outer_lr": 0.2},
+        steps=250,
+        noisy=({"inner_lr": 0.5, "outer_lr": 0.1}, 500, 1e-3),  # variance reduction: constant steps converge
+    ),
+    AlgorithmCase(
+        lambda: TTSA(K=5, phi=0.1, growth="none"),
+        ends_with(neumann_matrix(5, 0.1)),
+        {"inner_lr": 1.5, "outer_lr": 2.0},
+        60,
+        noisy=({"inner_lr": Power(0.9, 0.3), "outer_lr": Power(2.0, 0.6)}, 150, 0.45),
+    ),
+    AlgorithmCase(
+        lambda: TTSA(K=5, phi=0.1, growth="none", estimator="randomised"),
+        ends_with(neumann_matrix(5, 0.1)),
+        {"inner_lr": 0.9, "outer_lr": Power(2.0, 0.6)},
+        150,
+        tol=0.03,  # the series is random with full batches too
+        noisy=({"inner_lr": Power(0.9, 0.3)}, 150, 0.3),
+        label="randomised",
+    ),
+    AlgorithmCase(
+        FSLA,
+        settings={"inner_lr": 1.5, "outer_lr": 0.4},
+        steps=250,
+        noisy=({"inner_lr": Power(0.9, 0.3), "outer_lr": Power(0.3, 0.5)}, 200, 0.35),
+    ),
+    AlgorithmCase(
+        lambda: MRBO(K=5, phi=0.1),
+        ends_with(neumann_matrix(5, 0.1)),
+        {"inner_lr": 1.5, "outer_lr": 2.0},
+        60,
+        noisy=({"inner_lr": Power(0.9, 0.3), "outer_lr": Power(2.0, 0.6)}, 120, 0.4),
+    ),
+    AlgorithmCase(
+        lambda: SUSTAIN(K=6, phi=0.1),
+        ends_with(neumann_matrix(5, 0.1)),
+        {"inner_lr": 0.9, "outer_lr": Power(2.0, 0.6)},
+        150,
+        tol=0.04,  # the series is random with full batches too
+        noisy=({"inner_lr": Power(0.9, 0.3)}, 150, 0.35),
+    ),
+    AlgorithmCase(
+        lambda: SUSTAIN(K=6, phi=0.1, estimator="sum"),
+        ends_with(neumann_matrix(5, 0.1)),
+        {"inner_lr": 1.5, "outer_lr": 2.0},
+        60,
+        label="sum",
+    ),
+    AlgorithmCase(
+        NHGDSingle,
+        ends_with(kfac_matrix),
+        {"inner_lr": 1.5, "outer_lr": 1.0},
+        100,
+        noisy=({"inner_lr": Power(0.9, 0.3), "outer_lr": Power(0.5, 0.6)}, 150, 0.3),
+    ),
+    AlgorithmCase(
+        lambda: NHGDSingle(refine=6), settings={"inner_lr": 1.5, "outer_lr": 1.0}, steps=100, label="refined"
     ),
 ]
 EXECUTORS: list[Any] = []

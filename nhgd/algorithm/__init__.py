@@ -6,9 +6,16 @@ from nhgd.algorithm.aid import AID
 from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
 from nhgd.algorithm.bome import BOME
 from nhgd.algorithm.f2sa import F2SA
+from nhgd.algorithm.fsla import FSLA
 from nhgd.algorithm.itd import ITD
+from nhgd.algorithm.mrbo import MRBO
 from nhgd.algorithm.nhgd import NHGD
+from nhgd.algorithm.nhgd_single import NHGDSingle
+from nhgd.algorithm.saba import SABA
+from nhgd.algorithm.soba import SOBA
 from nhgd.algorithm.stage import Settings, Stage
+from nhgd.algorithm.sustain import SUSTAIN
+from nhgd.algorithm.ttsa import TTSA
 from nhgd.errors import InputError, unknown
 from nhgd.inverse import INVERSES
 from nhgd.inverse import resolve as resolve_inverse
@@ -63,9 +70,16 @@ __all__ = [
     "ALGORITHMS",
     "BOME",
     "F2SA",
+    "FSLA",
     "ITD",
+    "MRBO",
     "NHGD",
+    "SABA",
+    "SOBA",
+    "SUSTAIN",
+    "TTSA",
     "AbstractAlgorithm",
+    "NHGDSingle",
     "Settings",
     "Stage",
     "StepInfo",

@@ -1,0 +1,93 @@
+"""FSLA: a step of theta, a step of the adjoint, a step of v with momentum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
+from nhgd.algorithm.recursion import check_momentum, momentum
+from nhgd.algorithm.soba import adjoint_rate, check_rate
+from nhgd.algorithm.stage import Stage
+from nhgd.data.batch import Batch
+from nhgd.schedule import Schedule
+
+
+@dataclass
+class FSLAState:
+    """The adjoint x, (D,), the v before the last move, (P,), and the direction of that move, (P,)."""
+
+    adjoint: Tensor
+    v: Tensor
+    in_v: Tensor
+
+
+@final
+@dataclass(frozen=True)
+class FSLA(AbstractAlgorithm):
+    """Fully single loop: one step each of theta, of the adjoint and of v, the last with recursive momentum.
+
+        theta <- Pi( theta - tau grad_theta l(v, theta, batch_1) )
+        x     <- x - rho ( H(batch_2) x - grad_theta f(outer batch_1) ),                     at the new theta
+        p(theta, x, v) = grad_v f(outer batch_2) - (d2_{theta,v} l(batch_3))^T x
+        d     <- p(theta, x, v) + (1 - eta) ( d - p(theta_last, x_last, v_last) )
+        v     <- Pi( v - alpha d )
+
+    The last point is the one where p was taken in the iteration before: theta and x before their steps above, v before its
+    last move. All batches are fresh; both evaluations of p use the same ones. x begins at zero, and the first step has no
+    momentum. One outer step is one such iteration: `inner_steps` is not used. tau is the solver's inner_lr and alpha its
+    outer_lr; Power(lr, 0.5) for both, from `nhgd.schedule`, suits noisy batches.
+
+    Args:
+        momentum: eta, above 0 and at most 1, a number or a schedule. 1: no momentum.
+        adjoint_lr: rho, a number or a schedule. None: the step size of theta.
+
+    >>> FSLA(momentum=0.3).name
+    'fsla'
+
+    References: J. Li, B. Gu, H. Huang, A fully single loop algorithm for bilevel optimization without Hessian inverse, 2022,
+    algorithm 1.
+    Deviations: 1. rho may differ from tau. 2. theta and v may be moved by any optimiser and projected; x takes plain steps.
+    """
+
+    name: ClassVar[str] = "fsla"
+    momentum: float | Schedule = 0.5
+    adjoint_lr: float | Schedule | None = None
+
+    def __post_init__(self) -> None:
+        check_momentum("FSLA", momentum=self.momentum)
+        check_rate(self.adjoint_lr)
+
+    def init(self, stage: Stage) -> FSLAState:
+        """The adjoint begins at zero, and nothing lies behind."""
+        v = stage.problem.v.flat()
+        return FSLAState(torch.zeros_like(stage.problem.theta.flat()), v, torch.zeros_like(v))
+
+    def step(self, stage: Stage, state: FSLAState) -> tuple[FSLAState, StepInfo]:
+        """One iteration."""
+        v = stage.problem.v
+        eta = momentum(self.momentum, stage.clock)
+        rate = adjoint_rate(stage, self.adjoint_lr)
+        last = stage.problem.theta.flat()
+        loss = stage.inner_step()
+        at = stage.point([stage.inner_batch()], stage.outer.next())
+        adjoint = state.adjoint - rate * (at.hvp(state.adjoint) - at.outer().theta)
+        batch, outer_batch, seed = stage.inner_batch(), stage.outer.next(), stage.seed()
+        value, in_v = _direction(stage, adjoint, batch, outer_batch, seed)
+        if eta < 1:
+            with stage.elsewhere(last, state.v):
+                _, there = _direction(stage, state.adjoint, batch, outer_batch, seed)
+            in_v = in_v + (1 - eta) * (state.in_v - there)
+        here = v.flat()
+        norm = stage.move_v(v.unflatten(in_v))
+        return FSLAState(adjoint, here, in_v), StepInfo(float(value), float(loss), norm)
+
+
+def _direction(stage: Stage, x: Tensor, batch: Batch, outer_batch: Batch, seed: int) -> tuple[Tensor, Tensor]:
+    """The outer loss and grad_v f - (d2_{theta,v} l)^T x, (P,), at the current theta and v."""
+    at = stage.point([batch], outer_batch, seed)
+    outer = at.outer()
+    return outer.value, stage.problem.v.flatten([f - c for f, c in zip(outer.v, at.cross(x), strict=True)])

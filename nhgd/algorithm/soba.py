@@ -1,0 +1,84 @@
+"""SOBA: inner variable, adjoint and outer variable move at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
+from nhgd.algorithm.stage import Stage
+from nhgd.schedule import Schedule
+from nhgd.schedule import resolve as resolve_rate
+
+
+@dataclass
+class SOBAState:
+    """The adjoint x, (D,)."""
+
+    adjoint: Tensor
+
+
+@final
+@dataclass(frozen=True)
+class SOBA(AbstractAlgorithm):
+    """Single loop: theta, the adjoint x and v take one stochastic step each, all at once.
+
+        D_theta = grad_theta l(batch)
+        D_x     = H(batch) x - grad_theta f(outer batch)
+        D_v     = grad_v f(outer batch) - (d2_{theta,v} l(batch))^T x
+        theta <- Pi( theta - rho D_theta ),    x <- x - rho D_x,    v <- Pi( v - gamma D_v )
+
+    All three are taken at the same (theta, x, v) on the same inner batch and the same outer batch, which are drawn
+    independently of each other. x begins at zero. One outer step is one such iteration: `inner_steps` is not used. It costs
+    one inner gradient, one outer gradient, one Hessian product and one cross product, of which the inner three share a
+    forward pass.
+
+    rho is the solver's inner_lr and gamma its outer_lr. The paper's rates need rho ~ gamma ~ 1 / sqrt(K) over K steps or
+    `nhgd.schedule.Power(lr, 0.5)` for both.
+
+    Args:
+        adjoint_lr: the step size of x, a number or a schedule. None: that of theta.
+
+    >>> SOBA().name
+    'soba'
+
+    References: M. Dagréou, P. Ablin, S. Vaiter, T. Moreau, A framework for bilevel optimization that enables stochastic and
+    global variance reduction algorithms, 2022, algorithm 1 with the directions of SOBA.
+    Deviations: 1. x has the opposite sign: it tends to H^{-1} grad_theta f. 2. x may have a step size of its own. 3. theta
+    and v may be moved by any optimiser and projected; x always takes plain steps.
+    """
+
+    name: ClassVar[str] = "soba"
+    adjoint_lr: float | Schedule | None = None
+
+    def __post_init__(self) -> None:
+        check_rate(self.adjoint_lr)
+
+    def init(self, stage: Stage) -> SOBAState:
+        """The adjoint begins at zero."""
+        return SOBAState(torch.zeros_like(stage.problem.theta.flat()))
+
+    def step(self, stage: Stage, state: SOBAState) -> tuple[SOBAState, StepInfo]:
+        """One iteration."""
+        at = stage.point([stage.inner_batch()], stage.outer.next())
+        value, gradient = at.live_gradient()
+        outer = at.outer()
+        product, cross = at.products(state.adjoint)
+        adjoint = state.adjoint - adjoint_rate(stage, self.adjoint_lr) * (product - outer.theta)
+        stage.move_theta(gradient)
+        norm = stage.move_v([f - c for f, c in zip(outer.v, cross, strict=True)])
+        return SOBAState(adjoint), StepInfo(float(outer.value), float(value), norm)
+
+
+def check_rate(rate: float | Schedule | None) -> None:
+    """Refuse a step size of the adjoint that is none."""
+    if rate is not None:
+        resolve_rate(rate, "adjoint_lr")
+
+
+def adjoint_rate(stage: Stage, rate: float | Schedule | None) -> float:
+    """The step size of the adjoint now; None stands for that of theta."""
+    return stage.theta.rate(stage.clock) if rate is None else resolve_rate(rate, "adjoint_lr").rate(stage.clock)
