@@ -14,7 +14,9 @@ from torch import Tensor, nn
 import nhgd
 from nhgd.algorithm import (
     AID,
+    ALSET,
     BOME,
+    BSA,
     F2SA,
     FSLA,
     ITD,
@@ -24,8 +26,11 @@ from nhgd.algorithm import (
     SOBA,
     SUSTAIN,
     TTSA,
+    VRBO,
     AbstractAlgorithm,
+    AmIGO,
     NHGDSingle,
+    StocBiO,
 )
 from nhgd.hypergradients import AbstractHypergradient, Implicit, Unrolled
 from nhgd.inverse import AbstractInverse
@@ -383,20 +388,24 @@ def v_star(instance: Instance) -> Tensor:
     return instance.extra.v_star()
 
 
-def ends_with(matrix: Callable[[Instance, Tensor], Tensor]) -> Callable[[Instance], Tensor]:
+def ends_with(
+    matrix: Callable[[Instance, Tensor], Tensor], reached: Callable[[Instance], Tensor] | None = None
+) -> Callable[[Instance], Tensor]:
     """Where an algorithm ends that takes matrix(instance, v) for the inner Hessian, theta at its optimum.
 
     There grad_v f = X^T M(v)^{-1} grad_theta f(theta*(v)), with X the cross derivative: a linear equation for given M.
+    With reached(instance) = R, (d, d), theta is at R theta*(v) instead.
     """
 
     def end(instance: Instance) -> Tensor:
         a = instance.extra
-        outer, m = a.B.T @ a.B / len(a.B), a.B.T @ (a.B @ a.theta_0 - a.target) / len(a.B)
+        R = torch.eye(len(a.hessian), dtype=a.hessian.dtype) if reached is None else reached(instance)
+        outer, m = a.B.T @ a.B / len(a.B), a.B.T @ (a.B @ R @ a.theta_0 - a.target) / len(a.B)
         v = a.v_star()
         for _ in range(200):
             pulled = torch.linalg.solve(matrix(instance, v), a.cross).T  # X^T M^{-1}, (p, d)
             eye = torch.eye(len(v), dtype=v.dtype)
-            v = torch.linalg.solve(a.rho * eye - pulled @ outer @ a.S, pulled @ m)
+            v = torch.linalg.solve(a.rho * eye - pulled @ outer @ R @ a.S, pulled @ m)
         return v
 
     return end
@@ -449,6 +458,16 @@ def neumann_matrix(products: int, phi: float) -> Callable[[Instance, Tensor], Te
         return torch.linalg.inv(phi * sum(torch.linalg.matrix_power(step, k) for k in range(products + 1)))
 
     return matrix
+
+
+def cold_start(steps: int) -> Callable[[Instance], Tensor]:
+    """How much of theta* so many gradient steps from zero reach: I - (I - eta H)^n."""
+
+    def reached(instance: Instance) -> Tensor:
+        eye = torch.eye(len(instance.extra.hessian), dtype=instance.extra.hessian.dtype)
+        return eye - torch.linalg.matrix_power(eye - instance.solver["inner_lr"] * instance.extra.hessian, steps)
+
+    return reached
 
 
 @dataclass(frozen=True)
@@ -517,6 +536,56 @@ ALGORITHMS: list[AlgorithmCase] = [
         {"inner_steps": 5, "outer_lr": Power(0.5, 1.0, offset=40)},
         400,
         tol=0.05,  # falls like 1 / k; tests/test_first_order.py follows it further
+    ),
+    AlgorithmCase(
+        lambda: BSA(K=5, phi=0.5),
+        ends_with(neumann_matrix(4, 0.5)),
+        {"inner_steps": 2, "outer_lr": Power(1.0, 0.6)},
+        120,
+        tol=0.12,  # noise of the random product, which full batches do not remove
+        noisy=({"outer_lr": Power(0.5, 0.7)}, 120, 0.6),
+    ),
+    AlgorithmCase(
+        lambda: BSA(K=5, phi=0.5, estimator="sum", growth=0.0),
+        ends_with(neumann_matrix(4, 0.5), cold_start(8)),
+        {"inner_steps": 8, "outer_lr": 1.5},
+        60,
+        label="sum, constant",
+    ),
+    AlgorithmCase(
+        lambda: ALSET(K=5, phi=0.5),
+        ends_with(neumann_matrix(4, 0.5)),
+        {"inner_steps": 3, "outer_lr": Power(1.0, 0.6)},
+        200,
+        tol=0.08,  # noise of the random product, which full batches do not remove
+        noisy=({}, 150, 0.5),
+    ),
+    AlgorithmCase(
+        lambda: ALSET(K=5, phi=0.5, estimator="sum"),
+        ends_with(neumann_matrix(4, 0.5)),
+        {"inner_steps": 5, "outer_lr": 1.0},
+        80,
+        label="sum",
+    ),
+    AlgorithmCase(
+        lambda: StocBiO(K=4, phi=0.5),
+        ends_with(neumann_matrix(4, 0.5)),
+        {"inner_steps": 5, "outer_lr": 1.0},
+        80,
+        noisy=({"outer_lr": Power(0.5, 0.7), "inner_lr": 0.3}, 150, 0.5),
+    ),
+    AlgorithmCase(
+        lambda: AmIGO(K=3),
+        settings={"inner_steps": 5, "outer_lr": 1.0},
+        steps=80,
+        noisy=({"outer_lr": Power(1.0, 0.7)}, 150, 0.3),
+    ),
+    AlgorithmCase(
+        lambda: VRBO(K=2, phi=0.5, q=3),
+        ends_with(neumann_matrix(2, 0.5)),
+        {"inner_steps": 3, "outer_lr": 1.5},
+        50,
+        noisy=({"inner_lr": 0.5, "outer_lr": 0.7}, 40, 0.05),  # constant steps: the noise is gone
     ),
     # Single loops: one inner step for each outer one, so inner_lr is as large as the curvature allows.
     AlgorithmCase(

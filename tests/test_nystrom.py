@@ -20,7 +20,7 @@ def chosen(size: int, rank: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("rank", [1, 3, 6])
 def test_the_formula_of_the_paper(rank):
-    """x = u / rho - C (W + C^T C / rho)^{-1} C^T u / rho^2, equation 6."""
+    """x = u / rho - C (W + C^T C / rho)^{-1} C^T u / rho^2."""
     torch.manual_seed(0)
     hessian, u, rho = positive(6), normal(6), 0.1
     x, stats = Nystrom(rank=rank, rho=rho).solve(None, u, quadratic(hessian))
@@ -154,3 +154,8 @@ def test_negative_curvature_is_told():
 
 def test_the_number_behind_the_name_counts_columns():
     assert nhgd.inverse.resolve("nystrom-20") == Nystrom(rank=20)
+
+
+def test_what_is_not_finite_is_named():
+    with pytest.raises(nhgd.NonFiniteError, match="Nystrom: the columns of the Hessian hold nan or inf"):
+        Nystrom(rank=2).solve(None, normal(3), quadratic(torch.full((3, 3), float("nan")).double()))

@@ -26,12 +26,14 @@ def test_it_walks_over_the_batches(steps):
     u, start = normal(problem.theta.numel), normal(problem.theta.numel)
     expected = start
     for k in range(steps):
-        expected = expected - 0.1 * (hessians[k % 3] @ expected - u)
+        residual = u - hessians[k % 3] @ expected
+        expected = expected + 0.1 * residual
     x, stats = QuadraticSGD(steps=steps, beta=0.1).solve(None, u, Point(problem, parts), start)
     torch.testing.assert_close(x, expected, rtol=1e-12, atol=1e-14)
     assert stats.hvps == steps
     assert stats.residual is None
-    assert stats.notes == {"beta": 0.1, "diverged": False}
+    assert not stats.notes["diverged"]
+    assert stats.notes["last"] == pytest.approx(float(residual.norm() / u.norm()))
 
 
 def test_it_takes_any_start():

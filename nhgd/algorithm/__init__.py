@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from nhgd.algorithm.aid import AID
+from nhgd.algorithm.alset import ALSET
+from nhgd.algorithm.amigo import AmIGO
 from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
 from nhgd.algorithm.bome import BOME
+from nhgd.algorithm.bsa import BSA
 from nhgd.algorithm.f2sa import F2SA
 from nhgd.algorithm.fsla import FSLA
 from nhgd.algorithm.itd import ITD
@@ -14,8 +17,10 @@ from nhgd.algorithm.nhgd_single import NHGDSingle
 from nhgd.algorithm.saba import SABA
 from nhgd.algorithm.soba import SOBA
 from nhgd.algorithm.stage import Settings, Stage
+from nhgd.algorithm.stocbio import StocBiO
 from nhgd.algorithm.sustain import SUSTAIN
 from nhgd.algorithm.ttsa import TTSA
+from nhgd.algorithm.vrbo import VRBO
 from nhgd.errors import InputError, unknown
 from nhgd.inverse import INVERSES
 from nhgd.inverse import resolve as resolve_inverse
@@ -68,7 +73,9 @@ def resolve(method: str | AbstractAlgorithm) -> AbstractAlgorithm:
 __all__ = [
     "AID",
     "ALGORITHMS",
+    "ALSET",
     "BOME",
+    "BSA",
     "F2SA",
     "FSLA",
     "ITD",
@@ -78,11 +85,14 @@ __all__ = [
     "SOBA",
     "SUSTAIN",
     "TTSA",
+    "VRBO",
     "AbstractAlgorithm",
+    "AmIGO",
     "NHGDSingle",
     "Settings",
     "Stage",
     "StepInfo",
+    "StocBiO",
     "names",
     "presets",
     "resolve",

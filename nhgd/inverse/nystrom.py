@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.errors import counted, not_negative
+from nhgd.errors import NonFiniteError, counted, not_negative
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
 from nhgd.inverse.damping import SHARE
 from nhgd.point import Point
@@ -38,7 +38,7 @@ class Nystrom(AbstractInverse):
     >>> Nystrom(rank=10, rho=0.01).products
     10
 
-    References: R. Hataya, M. Yamada, Nystrom method for accurate and scalable implicit differentiation, 2023, equation 6.
+    References: R. Hataya, M. Yamada, Nystrom method for accurate and scalable implicit differentiation, 2023, section 3.
     Deviations: 1. the ridge is added exactly instead of being approximated, so rho, which biases the answer, can be 0.
     2. Woodbury's identity is applied in the eigenbasis of the approximation, because C^T C / rho loses half of the digits.
     3. the columns follow from the seed of the point, so that one outer step repeats itself and the next has others.
@@ -115,15 +115,15 @@ class _Approximation:
     def __init__(self, columns: Tensor, block: Tensor, diagonal: Tensor, rho: float, eps: float) -> None:
         self.rho = rho
         self.root = diagonal.sqrt() if bool((diagonal > 0).all()) else None
-        weights, basis = torch.linalg.eigh(block)
+        weights, basis = _eigenvalues(block)
         # What the columns say of directions with almost no weight is rounding error.
         kept = weights.abs() > len(columns) * eps * weights.abs().max()
         scaled = columns @ (basis[:, kept] / weights[kept].abs().sqrt())
         if self.root is not None:
             scaled = scaled / self.root[:, None]
         basis, triangle = torch.linalg.qr(scaled)
-        values, turn = torch.linalg.eigh(triangle @ torch.diag(weights[kept].sign()) @ triangle.T)
-        self.values: Tensor = values
+        values, turn = _eigenvalues(triangle @ torch.diag(weights[kept].sign()) @ triangle.T)
+        self.values = values
         self.U: Tensor = basis @ turn  # (D, rank)
         # The Hessian of a net need not be positive definite; then the Woodbury identity still holds.
         self.indefinite = bool((values + (self.root is not None) <= 0).any())
@@ -139,3 +139,11 @@ class _Approximation:
         if self.U.shape[1] < len(u):  # else nothing but rounding errors lies outside of U
             found += right - self.U @ seen
         return (found / self.root).to(u.dtype)
+
+
+def _eigenvalues(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a small symmetric matrix, on the CPU: a GPU's solver can fail on many equal eigenvalues."""
+    if not bool(torch.isfinite(matrix).all()):
+        raise NonFiniteError("Nystrom: the columns of the Hessian hold nan or inf.")
+    values, vectors = torch.linalg.eigh(matrix.cpu())
+    return values.to(matrix.device), vectors.to(matrix.device)

@@ -71,7 +71,7 @@ class QuadraticSGD(AbstractInverse):
         last = float(r.norm()) / size
         diverged = not (math.isfinite(last) and last <= 10 * max(float(first.norm()) / size, 1.0))
         # The residual of x itself would take one more product over all batches.
-        notes = {"beta": beta, "diverged": diverged}
+        notes = {"beta": beta, "last": last, "diverged": diverged}
         return x, SolveStats(last if diverged else None, at.calls.hvps - before, not diverged, notes)
 
     def memory(self, theta: Variable) -> int:
