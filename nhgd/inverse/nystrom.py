@@ -79,7 +79,7 @@ class Nystrom(AbstractInverse):
         rows = []
         for part in chosen.split(self.chunk):
             unit = like.new_zeros(len(part), size)
-            unit[torch.arange(len(part)), part] = 1.0
+            unit[torch.arange(len(part), device=like.device), part] = 1.0
             rows.append(at.hvps(unit))
         columns = torch.cat(rows).T.double()  # (D, rank), of H
         places = torch.arange(len(chosen), device=like.device)
