@@ -152,7 +152,7 @@ def series_by_hand(by_hand, factors, outer, cross):
 @PROBLEMS
 @HALVES
 def test_stocbio_on_the_batches_of_the_loader_by_hand(make, halves):
-    v, theta, _ = stepped(make, StocBiO(K=K, phi=PHI, batches="constant"), 2, halves)
+    v, theta, _ = stepped(make, StocBiO(K=K, phi=PHI, rule="constant"), 2, halves)
     by_hand = Dense(make, halves)
     for _ in range(2):
         by_hand.train()
@@ -382,7 +382,7 @@ def test_a_scale_that_is_too_large_is_told_or_halved():
     with pytest.warns(nhgd.InverseWarning, match="The Neumann series of VRBO grows with phi = 2"):
         stepped(make, VRBO(K=3, phi=2.0), 1)
     with pytest.warns(nhgd.InverseWarning, match="The Neumann series grows with phi = 2"):
-        stepped(make, StocBiO(K=3, phi=2.0, batches="constant"), 1)
+        stepped(make, StocBiO(K=3, phi=2.0, rule="constant"), 1)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_a_scale_that_is_too_large_is_told_or_halved():
         (lambda: StocBiO(B=0), "stocBiO: B must be a whole number of at least 1"),
         (lambda: StocBiO(mu=0.0), "stocBiO: mu must be above 0"),
         (lambda: StocBiO(phi=2.0, mu=0.5), r"stocBiO: phi mu must be below 1, got 2.0 \* 0.5"),
-        (lambda: StocBiO(batches="growing"), "batches of stocBiO"),
+        (lambda: StocBiO(rule="growing"), "rule of stocBiO"),
         (lambda: AmIGO(K=0), "AmIGO: K must be"),
         (lambda: AmIGO(beta=0.0), "AmIGO: beta must be above 0"),
         (lambda: VRBO(q=0), "VRBO: q must be"),
@@ -415,7 +415,7 @@ def test_refusals(bad, message):
 
 
 @pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")  # told before the run stops
-@pytest.mark.parametrize("method", [BSA(), ALSET(), AmIGO(), VRBO(K=2), StocBiO(batches="constant")], ids=repr)
+@pytest.mark.parametrize("method", [BSA(), ALSET(), AmIGO(), VRBO(K=2), StocBiO(rule="constant")], ids=repr)
 def test_numbers_that_are_not_finite_stop_the_run_and_put_theta_and_v_back(method):
     problem, inner, outer = catalogue.ridge_scalar()
     theta, v = oracles.theta_of(problem), oracles.v_of(problem)

@@ -16,7 +16,7 @@ from nhgd.data.loader import Data
 from nhgd.errors import InputError, counted, positive, unknown
 from nhgd.inverse.spectrum import largest_eigenvalue
 
-Batches = Literal["decaying", "constant"]
+Rule = Literal["decaying", "constant"]
 
 
 @dataclass
@@ -46,8 +46,8 @@ class StocBiO(AbstractAlgorithm):
         phi: its scale. None: 1 / lambda_max from a power iteration before the first step, halved whenever the series grows.
         mu: the strong convexity that the rule for the batches assumes. phi mu must be below 1.
         B: the rule's factor.
-        batches: "decaying" for that rule, which draws samples by index and needs inner_data=nhgd.Data(...); "constant" for
-            the batches of the loader, whatever it is.
+        rule: "decaying" for the batches above, which draws samples by index and needs inner_data=nhgd.Data(...); "constant"
+            for the batches of the loader, whatever it is.
 
     >>> StocBiO(K=4, B=5, mu=0.5).sizes(phi=1.0, samples=15)
     [15, 10, 5, 3]
@@ -62,14 +62,14 @@ class StocBiO(AbstractAlgorithm):
     phi: float | None = None
     mu: float = 1e-4
     B: int = 100
-    batches: Batches = "decaying"
+    rule: Rule = "decaying"
 
     def __post_init__(self) -> None:
         counted("stocBiO", K=self.K, B=self.B)
         check_series("stocBiO", self.K, self.phi)
         positive("stocBiO", mu=self.mu)
-        if self.batches not in get_args(Batches):
-            raise unknown("batches of stocBiO", str(self.batches), get_args(Batches))
+        if self.rule not in get_args(Rule):
+            raise unknown("rule of stocBiO", str(self.rule), get_args(Rule))
         if self.phi is not None and self.phi * self.mu >= 1:
             raise InputError(
                 f"stocBiO: phi mu must be below 1, got {self.phi} * {self.mu}. mu is the smallest eigenvalue of the inner"
@@ -83,10 +83,10 @@ class StocBiO(AbstractAlgorithm):
 
     def init(self, stage: Stage) -> StocBiOState:
         """Refuse data that cannot be drawn by index, and find the scale unless it was given."""
-        if self.batches == "decaying" and not isinstance(stage.inner.source, Data):
+        if self.rule == "decaying" and not isinstance(stage.inner.source, Data):
             raise InputError(
                 f"stocBiO draws batches of its own sizes, but inner_data is a {type(stage.inner.source).__name__}. Pass"
-                " inner_data=nhgd.Data(x, y, batch=1024), or StocBiO(batches='constant') for the batches of the loader."
+                " inner_data=nhgd.Data(x, y, batch=1024), or StocBiO(rule='constant') for the batches of the loader."
             )
         return StocBiOState(self.phi)
 
@@ -104,7 +104,7 @@ class StocBiO(AbstractAlgorithm):
         return StocBiOState(phi), info
 
     def _factors(self, stage: Stage, phi: float) -> list[Batch]:
-        if self.batches == "constant":
+        if self.rule == "constant":
             return stage.inner_batches(self.K)
         data = stage.inner.source
         assert isinstance(data, Data)
