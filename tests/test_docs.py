@@ -1,0 +1,129 @@
+"""What docs/methods.md says of the methods, against the methods."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import nhgd
+from nhgd.algorithm import names, resolve
+from nhgd.task import Quadratic
+from nhgd.task.paper import INNER_STEPS, OPEN, TABLE
+
+PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
+COUNTED = ("inner_gradients", "outer_gradients", "hvps", "cross")
+SYMBOLS = ("eta", "alpha", "M", "beta", "phi", "K", "B", "mu", "c_in", "c_out")
+
+
+def text() -> str:
+    return PAGE.read_text()
+
+
+def rows() -> dict[str, list[str]]:
+    """The cells of the one table, by the name of the method."""
+    table = text().split("## One table")[1].split("\n## ")[0]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines() if line.startswith("| `")
+    ]
+    return {row[0].strip("| `"): row[1:] for row in cells}
+
+
+def settings_table(task: str) -> list[str]:
+    """The paper's settings on one task, as the page shows them."""
+    used = [s for s in SYMBOLS if any(getattr(row, s) for row in TABLE[task].values())]
+    lines = ["| method | " + " | ".join(used) + " | inner steps |", "| --- " * (len(used) + 2) + "|"]
+    for method, row in TABLE[task].items():
+        shown = [f"{getattr(row, s):g}" if getattr(row, s) else "" for s in used]
+        if method == "nhgd-paper" and not row.beta and "beta" in used:
+            shown[used.index("beta")] = "0, impossible"
+        steps = "" if method in ("ttsa", "soba") else str(INNER_STEPS[task])
+        lines.append(f"| `{method}` | " + " | ".join(shown) + f" | {steps} |")
+    return lines
+
+
+def test_no_method_is_missing_and_none_is_invented():
+    aid = text().split("goes with every inverse")[1].split("\n\n")[0]
+    listed = set(rows()) | set(re.findall(r"`(aid-\w+)`", aid))
+    assert listed == set(names())
+
+
+def test_every_row_is_complete():
+    for name, cells in rows().items():
+        assert len(cells) == 7, name
+        assert all(cells), name
+
+
+def test_every_reference_is_given_and_used():
+    table, references = text().split("## References")
+    cited = {int(n) for n in re.findall(r"\[(\d+)\]", table)}
+    given = {int(n) for n in re.findall(r"^(\d+)\. ", references, flags=re.MULTILINE)}
+    assert cited == given
+
+
+def costs(name: str) -> list[str]:
+    """Inner gradients, outer gradients, Hessian products, cross products, as the row says."""
+    gradients, products = rows()[name][1:3]
+    return [*gradients.split(" / "), *products.split(" / ")]
+
+
+def value(term: str, symbols: dict[str, float]) -> tuple[float, float] | None:
+    """The least and the most that a term allows, or None where it is words."""
+    term = term.split(" = ")[0]
+    bounds = []
+    for word in ("0 * ", "1 * "):  # "up to x" and "at most x" are anything from nothing to x
+        one = re.sub(r"(?:up to|at most) (\w+|\(.*?\))", word + r"(\1)", term)
+        one = re.sub(r"(\d) (\(|[A-Z])", r"\1 * \2", one)
+        one = re.sub(r"(\)|T|K) (\(|sqrt)", r"\1 * \2", one)
+        if not re.fullmatch(r"(?:sqrt|[TKMQnk\d+\-*() ])+", one):
+            return None
+        bounds.append(float(eval(one, {"sqrt": lambda x: x**0.5, **symbols})))
+    return bounds[0], bounds[1]
+
+
+@pytest.mark.parametrize("name", sorted(set(names()) - {n for n in names() if n.startswith("aid-")}))
+def test_costs_are_what_the_counters_say(name):
+    """Nine outer steps after the first, with four inner steps and three batches."""
+    instance = Quadratic.preset("quick").with_settings({"batch": 20}).build(0, torch.device("cpu"))
+    settings = instance.solver | {"inner_steps": 4, "inner_lr": 0.2, "outer_lr": 1e-3}
+    solver = nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method=name, **settings)
+    method, before, checked = resolve(name), solver.step(), 0
+    for k in range(1, 10):
+        after = solver.step()
+        batches = getattr(method, "batches", 1)
+        symbols = {"T": 4, "K": getattr(method, "K", 0), "k": k, "n": min(getattr(method, "truncate", 0) or 0, 4)}
+        symbols["M"] = batches if isinstance(batches, int) else 1
+        symbols["Q"] = after["products"] if name.startswith("ttsa") else 0
+        if name == "vrbo" and (k + 1) % method.q == 0:
+            continue  # the correction before a large batch is left out
+        for counter, term in zip(COUNTED, costs(name), strict=True):
+            allowed = value(term, symbols)
+            if allowed is None:
+                continue
+            low, high = allowed
+            assert low - 1 < after[counter] - before[counter] < high + 1, (counter, term)
+            checked += 1
+        before = after
+    assert checked >= 24  # of 36: not a table of words
+
+
+def test_exact_costs_are_exact():
+    """Where nothing is random, a term has one value, so that the test above means equality."""
+    exact = [name for name in rows() if all(value(t, dict.fromkeys("TKMQnk", 3)) for t in costs(name))]
+    fixed = [n for n in exact if all(len(set(value(t, dict.fromkeys("TKMQnk", 3)))) == 1 for t in costs(n))]
+    assert {"soba", "itd", "truncated", "f2sa", "bome", "amigo", "stocbio", "mrbo", "vrbo", "fsla", "saba"} <= set(
+        fixed
+    )
+
+
+@pytest.mark.parametrize("task", TABLE)
+def test_the_settings_of_the_paper_are_those_of_the_table(task):
+    shown = text().split(f"### {task}\n\n")[1].split("\n\n")[0]
+    assert shown.splitlines() == settings_table(task)
+
+
+def test_what_the_paper_leaves_open_is_said():
+    for name, sentence in OPEN.items():
+        assert f"- **{name}.** {sentence}" in text()
