@@ -35,7 +35,7 @@ from nhgd.algorithm import (
 from nhgd.hypergradients import AbstractHypergradient, Implicit, Unrolled
 from nhgd.inverse import AbstractInverse
 from nhgd.schedule import Power
-from nhgd.task import L2, AbstractTask, Cleaning, Instance, Quadratic
+from nhgd.task import L2, PDE, AbstractTask, Cleaning, Distillation, Instance, Quadratic
 from tests import oracles
 
 Made: TypeAlias = tuple[nhgd.Bilevel, Any, Any]
@@ -682,5 +682,11 @@ TASKS: list[TaskCase] = [
         lambda: Cleaning(weights="loss", dataset="digits", train=200, trusted=60, dtype="float64"),
         tol=1e-6,
         label="loss",
+    ),
+    TaskCase(lambda: Distillation.preset("quick").with_settings({"dtype": "float64"}), "nhgd", tol=1e-8),
+    TaskCase(
+        lambda: PDE(interior=40, side=6, initial=8, width=6, depth=2, times=6, pretraining=5, dtype="float64"),
+        "nhgd",
+        tol=1e-4,
     ),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from nhgd.registry import Registry
 from nhgd.task.base import AbstractTask, Instance
 from nhgd.task.cleaning import Cleaning
+from nhgd.task.distillation import Distillation
 from nhgd.task.l2 import L2
 from nhgd.task.quadratic import Quadratic
 
@@ -20,4 +21,4 @@ def resolve(task: str | AbstractTask, preset: str = "default") -> AbstractTask:
     return cls.preset(preset)
 
 
-__all__ = ["L2", "TASKS", "AbstractTask", "Cleaning", "Instance", "Quadratic", "resolve"]
+__all__ = ["L2", "TASKS", "AbstractTask", "Cleaning", "Distillation", "Instance", "Quadratic", "resolve"]

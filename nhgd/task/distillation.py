@@ -1,0 +1,329 @@
+"""Learning a few images that stand for a whole training set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nhgd.algorithm import NHGD
+from nhgd.data.bundled import digits
+from nhgd.data.idx import find, read_images
+from nhgd.data.loader import Data
+from nhgd.data.png import grid, write_png
+from nhgd.errors import InputError, counted, positive, unknown
+from nhgd.inverse import KFAC, FisherWindow
+from nhgd.problem import Bilevel, Losses
+from nhgd.schedule import Decay
+from nhgd.solve import Solution
+from nhgd.task.base import AbstractTask, Instance
+from nhgd.task.classifier import Architecture, accuracy_of, cross_entropies, trained
+from nhgd.task.inner_solver import lbfgs
+
+CLASSES = 10
+DATASETS = ("auto", "digits", "mnist", "fashion-mnist")
+STARTS = ("auto", "mean", "real", "noise")
+NOISE = 0.1  # of a pixel's deviation: images of one class must differ, or they stay equal
+WINDOW_ROWS = 1500  # beyond, factorising the window costs more than the rest of an outer step
+
+
+@dataclass(frozen=True)
+class ImageSets:
+    """The training and the test set, pixels (N, P) standardised by `mean` and `deviation`, and the distilled labels."""
+
+    x: Tensor
+    y: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    mean: float
+    deviation: float
+    labels: Tensor  # (n C,): n times 0, n times 1, ...
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of an image, taken to be square."""
+        side = round(self.x.shape[1] ** 0.5)
+        return (side, side) if side**2 == self.x.shape[1] else (1, self.x.shape[1])
+
+
+@final
+@dataclass(frozen=True)
+class Distillation(AbstractTask):
+    """Learn n images for each class such that a model trained on them alone does well on the training set.
+
+        inner: mean_i CE(k_i, theta . v_i) + l2 ||theta||^2      over the n C images v, k_i their fixed labels
+        outer: mean cross-entropy on the training samples
+
+    The distilled images are so few that the exact Fisher matrix, which for a linear softmax model is the Hessian, is a
+    small system: n C samples with C rows each. So `nhgd` here means that window, its inner steps preconditioned by it,
+    one for each outer step. With more than 1,500 rows it means K-FAC of the exact Fisher matrix, renewed every tenth
+    inner step and refined by five products, with two natural steps for each outer step; where inner batches are smaller
+    than all images, natural steps follow the batch too closely, and those of the optimiser are taken.
+
+    test_accuracy is that of a new model trained on the images by L-BFGS in float64, which has seen neither the run's
+    theta nor its optimiser; loop_test_accuracy is that of the run's own theta; other_test_accuracy that of the other
+    architecture, trained from scratch in the same way; random_test_accuracy that of the same model trained on as many
+    random training images.
+
+    Args:
+        dataset: "digits" (bundled), "mnist" or "fashion-mnist" (IDX files), or "auto": fashion-mnist when a folder was
+            named, else digits.
+        per_class: n, how many images to learn for each class.
+        model, bias, hidden: "linear", with or without bias, or "mlp" with a hidden layer of this width.
+        l2: the ridge, of the inner problem and of the models trained from scratch.
+        start: the first images: "mean" of their class and a little noise, "real" ones, or "noise" alone; "auto": the mean
+            for fewer than 20 images a class, else real ones.
+        batch: distilled images in an inner batch; None: all.
+        outer_batch: training samples in an outer batch; None: all. The batches are cut once, after a shuffle.
+        batches: inner batches that the cross derivative is averaged over, M in the paper, or "all"; None: what the method
+            does by itself.
+        inner_steps: None: one natural step (two with K-FAC), or 20 of an optimiser.
+        inner_lr: None: half the inverse of the largest curvature at the first images.
+        outer_lr, outer: "adam" or "sgd", with outer_lr falling to 0 over the steps or the budget.
+        dtype: "float32" or "float64".
+    """
+
+    name: ClassVar[str] = "distillation"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "default": {},
+        "quick": {"dataset": "digits", "per_class": 1},
+        "paper-5": {"dataset": "fashion-mnist", "bias": False, "l2": 1 / 15680, "outer_batch": None},
+        "paper-100": {
+            "dataset": "fashion-mnist",
+            "per_class": 100,
+            "bias": False,
+            "l2": 1 / 15680,
+            "batch": 128,
+            "inner_steps": 30,
+            "batches": 5,
+        },
+    }
+    dataset: str = "auto"
+    per_class: int = 5
+    model: str = "linear"
+    bias: bool = True
+    hidden: int = 64
+    l2: float = 1e-3
+    start: str = "auto"
+    batch: int | None = None
+    outer_batch: int | None = 6000
+    batches: int | str | None = None
+    inner_steps: int | None = None
+    inner_lr: float | None = None
+    outer_lr: float = 0.03
+    outer: str = "adam"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("dataset", DATASETS),
+            ("start", STARTS),
+            ("outer", ("adam", "sgd")),
+            ("dtype", ("float32", "float64")),
+        ):
+            if getattr(self, name) not in known:
+                raise unknown(f"{name} of distillation", getattr(self, name), known)
+        sizes = {name: getattr(self, name) for name in ("batch", "outer_batch", "inner_steps")}
+        counted("distillation", per_class=self.per_class, **{k: n for k, n in sizes.items() if n is not None})
+        positive("distillation", l2=self.l2, outer_lr=self.outer_lr)
+        if self.inner_lr is not None:
+            positive("distillation", inner_lr=self.inner_lr)
+        self._architecture()
+
+    def _architecture(self) -> Architecture:
+        return Architecture(self.model, self.bias, self.hidden)
+
+    def load(self, seed: int, device: torch.device, data: str | Path | None = None) -> ImageSets:
+        """Read the data set and bring it into a random order."""
+        generator = torch.Generator().manual_seed(seed)
+        if self.dataset == "digits" and data is not None:
+            raise InputError(
+                "The digits come with scikit-learn, so --data would be ignored. Leave it or dataset=digits away."
+            )
+        name = "fashion-mnist" if self.dataset == "auto" else self.dataset
+        folder = find(name, data) if self.dataset != "digits" else None
+        if folder is None:
+            if self.dataset in ("mnist", "fashion-mnist"):
+                raise InputError(
+                    f"{name} was asked for, but no folder was named. Point --data or NHGD_DATA at its IDX files."
+                )
+            x, y = digits()
+            order = torch.randperm(len(x), generator=generator)
+            train, test = order[500:], order[:500]
+            x_test, y_test = x[test], y[test]
+        else:
+            files = read_images(folder)
+            x, y = _tensors(files.train_images, files.train_labels)
+            x_test, y_test = _tensors(files.test_images, files.test_labels)
+            train = torch.randperm(len(x), generator=generator)
+        x, y = x[train], y[train]
+        mean, deviation = float(x.mean()), float(x.std())
+        if not deviation > 0:
+            raise InputError(
+                "distillation: all pixels of the training images are equal, so there is nothing to learn from."
+            )
+        missing = sorted(set(range(CLASSES)) - set(y.tolist()))
+        if missing:
+            raise InputError(f"distillation: the training set has no sample of class {missing[0]}.")
+        dtype = getattr(torch, self.dtype)
+        return ImageSets(
+            x.sub_(mean).div_(deviation).to(device, dtype),
+            y.to(device),
+            x_test.sub_(mean).div_(deviation).to(device, dtype),
+            y_test.to(device),
+            mean,
+            deviation,
+            torch.arange(CLASSES, device=device).repeat_interleave(self.per_class),
+        )
+
+    def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
+        """Load the data and set the problem up."""
+        sets = self.load(seed, device, data)
+        architecture, labels = self._architecture(), sets.labels
+        generator = torch.Generator().manual_seed(seed + 1)
+        random = sets.x[some_of_each(sets.y, CLASSES, self.per_class, generator)]
+        v = self._first(sets, random, generator)
+        model = architecture.build(sets.x.shape[1], CLASSES, seed, device, sets.x.dtype)
+        problem = distilling(model, v, self.l2)
+        full_inner = (labels, torch.arange(len(labels), device=device))
+        full_outer = (sets.x, sets.y)
+
+        def metrics(theta: nn.Module, v: Tensor) -> dict[str, float]:
+            return {"loop_test_accuracy": accuracy_of(theta, sets.x_test, sets.y_test)}
+
+        def from_scratch(architecture: Architecture, images: Tensor) -> tuple[float, float]:
+            new, norm = trained(architecture, images, labels, CLASSES, self.l2, seed)
+            return accuracy_of(new.to(sets.x.dtype), sets.x_test, sets.y_test), norm
+
+        def summary(solution: Solution) -> dict[str, float]:
+            accuracy, norm = from_scratch(architecture, v)
+            with torch.no_grad():
+                inner_loss = float(problem.objective(full_inner))
+            return {
+                "outer_loss": mean_loss(model, sets.x, sets.y),
+                "inner_loss": inner_loss,
+                "test_accuracy": accuracy,
+                **metrics(model, v),
+                "other_test_accuracy": from_scratch(architecture.other, v)[0],
+                "random_test_accuracy": from_scratch(architecture, random)[0],
+                "scratch_gradient": norm,
+                "images": float(len(labels)),
+            }
+
+        def pictures(folder: Path) -> list[Path]:
+            return [write_png(folder / "images.png", page(v.detach(), self.per_class, sets.shape))]
+
+        smooth = self.outer == "adam"
+        solver = {
+            "inner_steps": self.inner_steps or 20,
+            "inner_lr": 0.5 / largest_curvature(v) if self.inner_lr is None else self.inner_lr,
+            "outer_lr": Decay(self.outer_lr),
+            "outer_optimizer": torch.optim.Adam if smooth else None,
+            "metrics_every": 10,
+        }
+        tol = 1e-4 if self.dtype == "float32" else 1e-8
+        return Instance(
+            problem,
+            Data(labels, batch=self.batch),
+            Data(sets.x, sets.y, batch=self.outer_batch, shuffle=False),
+            solver,
+            "nhgd",
+            1000 if len(sets.y) > 10_000 else 200,
+            metrics,
+            summary,
+            full_inner,
+            full_outer,
+            lambda: lbfgs(problem, full_inner, tol),
+            sets,
+            {} if self.batches is None else {"batches": self.batches},
+            {"nhgd": suited(len(labels), CLASSES, self.batch, self.inner_steps)},
+            pictures,
+        )
+
+    def _first(self, sets: ImageSets, random: Tensor, generator: torch.Generator) -> Tensor:
+        """The images to begin with, (n C, P)."""
+        start = self.start if self.start != "auto" else "mean" if self.per_class < 20 else "real"
+        if start == "real":
+            return random.clone()
+        noise = NOISE * torch.randn(random.shape, generator=generator, dtype=torch.float64).to(random)
+        if start == "noise":
+            return noise
+        means = torch.stack([sets.x[sets.y == c].mean(0) for c in range(CLASSES)])
+        return means.repeat_interleave(self.per_class, 0) + noise
+
+
+def distilling(model: nn.Module, v: Tensor, l2: float) -> Bilevel:
+    """The problem: a model trained on images v, judged on batches (x, y, ...). Inner batches are (labels, index)."""
+
+    def inner(model: nn.Module, v: Tensor, batch: Any) -> Losses:
+        labels, index = batch
+        scores = model(v[index])
+        return Losses(cross_entropies(scores, labels), outputs=scores)
+
+    def outer(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    return Bilevel(inner, outer, model, v, l2=l2, likelihood="categorical")
+
+
+def suited(images: int, classes: int, batch: int | None, inner_steps: int | None) -> NHGD:
+    """NHGD for so many images: the exact Fisher matrix of all of them where that is small, else K-FAC, refined."""
+    kfac = KFAC(fisher="exact", beta=0.5, factor_every=10, invert_every=10)
+    if batch is not None and batch < images:
+        return NHGD(kfac, refine=5)
+    small = images * classes <= WINDOW_ROWS
+    steps = (1 if small else 2) if inner_steps is None else None
+    if small:
+        return NHGD(FisherWindow(window=images, fisher="exact"), inner="natural", natural_steps=steps)
+    return NHGD(kfac, refine=5, inner="natural", natural_steps=steps)
+
+
+def some_of_each(y: Tensor, classes: int, count: int, generator: torch.Generator) -> Tensor:
+    """Indices of `count` random samples of each class, (count C,); a class with fewer gives some of them again.
+
+    >>> some_of_each(torch.tensor([1, 0, 1]), 2, 2, torch.Generator())[:2].tolist()
+    [1, 1]
+    """
+    found = []
+    for c in range(classes):
+        mine = torch.nonzero(y.cpu() == c).flatten()
+        order = torch.randperm(len(mine), generator=generator)
+        found.append(mine[order[torch.arange(count) % len(mine)]])
+    return torch.cat(found).to(y.device)
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, x: Tensor, y: Tensor, batch: int = 10_000) -> float:
+    """The mean cross-entropy, in batches."""
+    total = 0.0
+    for start in range(0, len(x), batch):
+        part = slice(start, start + batch)
+        total += float(F.cross_entropy(model(x[part]), y[part], reduction="sum"))
+    return total / len(x)
+
+
+def largest_curvature(x: Tensor) -> float:
+    """A bound on the largest eigenvalue of the softmax Hessian of few samples x, (N, P), a bias included."""
+    rows = F.pad(x.double(), (0, 1), value=1.0)
+    return 0.5 * float(torch.linalg.matrix_norm(rows, 2)) ** 2 / len(rows)
+
+
+def page(images: Tensor, columns: int, shape: tuple[int, int]) -> Tensor:
+    """Images (n C, P) as one picture, a line for each class, from the darkest to the brightest percentile."""
+    low, high = torch.quantile(
+        images.double().flatten()[:: max(1, images.numel() // 10**6)],
+        torch.tensor([0.01, 0.99]).to(images.device, torch.float64),
+    )
+    scaled = (images.double() - low) / (high - low).clamp_min(1e-12)
+    return grid(scaled.unflatten(1, shape), min(columns, 20), zoom=max(1, 56 // shape[0]))
+
+
+def _tensors(images: Any, labels: Any) -> tuple[Tensor, Tensor]:
+    """Pixels (N, P) between 0 and 1, and labels (N,)."""
+    x = torch.from_numpy(images.copy()).flatten(1).float().div_(255)
+    return x, torch.from_numpy(labels.copy()).long()
