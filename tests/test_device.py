@@ -13,7 +13,7 @@ from nhgd.data.batch import move
 from nhgd.hypergradients import Unrolled
 from nhgd.inverse import CG
 from nhgd.point import Point
-from nhgd.record import Recorder
+from nhgd.recorder import Recorder
 from tests import oracles
 from tests.catalogue import PER_SAMPLE, PROBLEMS, Make, normal, of_classifier, settled
 

@@ -15,7 +15,8 @@ from nhgd.errors import InputError, NonFiniteError
 from nhgd.inverse.fisher_dense import DenseState, FisherDense
 from nhgd.inverse.learning import learn
 from nhgd.point import Point
-from nhgd.record import BatchGradient, PerSampleGradients, Recorder
+from nhgd.record import BatchGradient, PerSampleGradients
+from nhgd.recorder import Recorder
 from tests import catalogue, oracles
 
 D = 50

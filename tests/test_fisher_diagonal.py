@@ -13,7 +13,7 @@ import nhgd
 from nhgd.inverse import FisherDiagonal
 from nhgd.inverse.fisher_diagonal import FisherDiagonalState
 from nhgd.inverse.learning import learn
-from nhgd.record import Recorder
+from nhgd.recorder import Recorder
 from tests import oracles
 from tests.catalogue import (
     PER_SAMPLE,

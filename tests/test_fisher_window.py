@@ -17,7 +17,8 @@ from nhgd.inverse import fisher_window, gram
 from nhgd.inverse.fisher_window import FisherWindow, WindowState
 from nhgd.inverse.learning import learn
 from nhgd.point import Point
-from nhgd.record import BatchGradient, PerSampleGradients, Recorder
+from nhgd.record import BatchGradient, PerSampleGradients
+from nhgd.recorder import Recorder
 from tests import catalogue, oracles
 
 D = 12

@@ -30,6 +30,7 @@ ORDER = """
     point
     one_sample
     record
+    recorder
     inverse
     hypergradients execution
     algorithm

@@ -19,7 +19,7 @@ from nhgd.inverse.ekfac import _carried
 from nhgd.inverse.kronecker import Basis
 from nhgd.inverse.learning import learn
 from nhgd.inverse.statistics import second_moments
-from nhgd.record import Recorder
+from nhgd.recorder import Recorder
 from tests import oracles
 
 BOTH = [KFAC, EKFAC]

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import nhgd
 from nhgd.likelihood import AbstractLikelihood
 from nhgd.point import OracleCalls
-from nhgd.record import BatchGradient, LayerStatistics, PerSampleGradients, Recorder
+from nhgd.record import BatchGradient, LayerStatistics, PerSampleGradients
+from nhgd.recorder import Recorder
 from tests import oracles
 from tests.catalogue import PER_SAMPLE, PROBLEMS, Made, Make, cross_entropy, normal, plain_tensor, weighted_logistic
 

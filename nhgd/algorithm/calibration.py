@@ -10,7 +10,7 @@ from nhgd.algorithm.stage import Stage
 from nhgd.inverse import AbstractInverse, Refined
 from nhgd.memory import synchronise
 from nhgd.point import OracleCalls
-from nhgd.record import Recorder
+from nhgd.recorder import Recorder
 
 
 def calibrated(stage: Stage) -> AbstractInverse | None:

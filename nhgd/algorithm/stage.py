@@ -22,7 +22,8 @@ from nhgd.execution.base import AbstractExecutor
 from nhgd.inverse.base import AbstractInverse
 from nhgd.point import OracleCalls, Point
 from nhgd.problem import Bilevel
-from nhgd.record import InnerStep, Recorder
+from nhgd.record import InnerStep
+from nhgd.recorder import Recorder
 from nhgd.schedule import Clock, Rate, Schedule
 from nhgd.schedule import resolve as resolve_rate
 from nhgd.variable import Variable

@@ -9,7 +9,7 @@ from nhgd.data.batch import Batch
 from nhgd.inverse.base import AbstractInverse
 from nhgd.point import OracleCalls
 from nhgd.problem import Bilevel
-from nhgd.record import Recorder
+from nhgd.recorder import Recorder
 
 
 def learn(
