@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import nhgd
 from nhgd.algorithm import NHGD, names, resolve
+from nhgd.cli.program import app
 from nhgd.inverse import CG, FisherDense, Neumann
 from nhgd.schedule import Power
 from nhgd.task import Cleaning, Distillation
 from nhgd.task.paper import INNER_STEPS, OPEN, TABLE, paper
+from tests import idx_files
 
 CPU = torch.device("cpu")
 TASKS = {
@@ -118,3 +123,20 @@ def test_what_is_left_open_is_said():
 def test_refusals(bad, message):
     with pytest.raises(nhgd.InputError, match=message):
         bad()
+
+
+def test_the_command_line_runs_the_papers_own_settings(tmp_path):
+    """On image files of our own making: each method gets the step sizes the paper prints for it."""
+    small = ["--set", "train=200", "--set", "trusted=40", "--set", "evaluation=40", "--set", "batch=50"]
+    folder = idx_files.write(tmp_path / "mnist", idx_files.image_set(300, 50))
+    for method, eta, alpha in ((None, 0.01, 0.5), ("aid-cg-40", 0.01, 0.1), ("soba", 0.1, 0.5)):
+        chosen = [] if method is None else ["--method", method]
+        result = CliRunner().invoke(
+            app,
+            ["run", "cleaning", "--preset", "paper", "--data", str(folder), "--steps", "2", "--json", *chosen, *small],
+        )
+        assert result.exit_code == 0, result.output
+        answer = json.loads(result.stdout)
+        assert answer["method"] == (method or "nhgd-paper")
+        assert answer["settings"]["solver"]["inner_lr"] == eta
+        assert answer["settings"]["solver"]["outer_lr"] == alpha

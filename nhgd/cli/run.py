@@ -11,12 +11,15 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from nhgd import task as tasks
+from nhgd.algorithm import AbstractAlgorithm
 from nhgd.cli.options import Changes, DataFolder, Device, Json, Out, Preset, Seed, Task, checked_seed, device_called
 from nhgd.cli.output import Folder, check_folder, console, folder, jsonable, number, print_json, table
 from nhgd.cli.settings import for_run, for_task, parse
 from nhgd.errors import InputError
 from nhgd.execution import resolve as resolve_execution
 from nhgd.solve import Solution, seconds
+from nhgd.task import Instance
+from nhgd.task.paper import EXPERIMENTS, TABLE, paper
 
 Pictures: TypeAlias = Callable[[Path], list[Path]]
 
@@ -48,9 +51,10 @@ def run(
     executor = resolve_execution(execution)
     chosen, rest = for_task(tasks.resolve(task, preset), parse(changes))
     instance = chosen.build(checked_seed(seed), where, data)
-    algorithm = instance.algorithm(method)
+    method, algorithm, printed = _method(task, preset, method, instance)
     _refuse_idle(parse(changes), instance.method_settings, algorithm)
     settings, algorithm = for_run(chosen, algorithm, rest)
+    settings = {key: value for key, value in printed.items() if key not in parse(changes)} | settings
     solver = instance.start(algorithm, seed, executor, **settings)
     if steps is None and budget is None:
         steps = instance.steps
@@ -59,7 +63,7 @@ def run(
             solution = solver.run(steps=steps, budget=budget)
             answer = {
                 "task": task,
-                "method": method or instance.method,
+                "method": method,
                 "preset": preset,
                 "seed": seed,
                 "device": str(where),
@@ -84,6 +88,19 @@ def run(
         print_json(answer)
     else:
         _tell(answer, written)
+
+
+def _method(
+    task: str, preset: str, method: str | None, instance: Instance
+) -> tuple[str, AbstractAlgorithm, dict[str, Any]]:
+    """The method's name, itself, and the solver's settings that the paper prints for it where its experiment is run."""
+    experiment = EXPERIMENTS.get((task, preset))
+    if experiment is None:
+        return method or instance.method, instance.algorithm(method), {}
+    name = method or "nhgd-paper"
+    if name in TABLE[experiment] or name == "stocbio":
+        return name, *paper(experiment, name)
+    return name, instance.algorithm(name), {}
 
 
 def _refuse_idle(changes: dict[str, str], suited: dict[str, Any], algorithm: Any) -> None:

@@ -42,6 +42,13 @@ class Row:
     c_out: float = 0.0
 
 
+# Which task and preset is which experiment.
+EXPERIMENTS: Mapping[tuple[str, str], str] = {
+    ("cleaning", "paper"): "cleaning",
+    ("distillation", "paper-5"): "distillation-5",
+    ("distillation", "paper-100"): "distillation-100",
+}
+
 OPEN: Mapping[str, str] = {
     "start": "A_0 of NHGD is not given: the identity, begun afresh with every outer step, because carried over it overflows.",
     "M": "Whether M counts samples or batches is not said: batches of D samples.",
