@@ -63,16 +63,19 @@ class Cleaning(AbstractTask):
     suspect when its weight is below 0.5.
 
     With weights="loss" the weight is a function of the sample's loss with two parameters, which a small trusted set can
-    tell. Half of the trusted samples then join the inner problem with weight 1, and theta starts from them; the other
-    half makes the outer loss, because samples that were trained on cannot judge.
+    tell. Half of the trusted samples then join the inner problem with weight 1; the other half makes the outer loss,
+    because samples that were trained on cannot judge. theta starts where the inner problem is solved, by way of those
+    trusted samples: far from there the implicit formula does not hold, and a few steps along it lead two parameters to
+    believe every label.
 
     Args:
         dataset: "digits" (bundled), "mnist" (IDX files), or "auto": mnist when a folder was named, else digits.
         noise, noise_kind: the fraction of training labels touched, and how: "flip" (always wrong), "uniform" (a random
             class, possibly the right one) or "pair".
         train, trusted, evaluation: samples of each split; None: a share that suits the data set.
-        weights: "sample": v in [0, 1]^N, one number each (the paper); "loss": v = (a, b), w_i = sigmoid(b - e^a loss_i).
-        start: the first weight of a sample, with weights="loss" of one without loss; None: 0.5 and 0.8.
+        weights: "sample": v in [0, 1]^N, one number each (the paper); "loss": v = (a, b), weight
+            sigmoid(e^a (e^b - loss_i)).
+        start: the first weight of a sample, or with weights="loss" of one without loss; None: 0.5 and 0.8.
         l2: the ridge.
         batch: samples in an inner batch.
         batches: inner batches that the cross derivative is averaged over, M in the paper, or "all", for methods that do
@@ -86,7 +89,7 @@ class Cleaning(AbstractTask):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
         "quick": {"dataset": "digits", "train": 300, "trusted": 100, "evaluation": 100},
-        "loss": {"weights": "loss", "inner_steps": 20, "outer_lr": 0.1},
+        "loss": {"weights": "loss", "inner_steps": 20},
         "paper": {
             "dataset": "mnist",
             "noise": 0.5,
@@ -216,8 +219,17 @@ class Cleaning(AbstractTask):
         problem = Bilevel(inner, outer, model, v, l2=self.l2, likelihood="categorical")
         full_inner = (x, y, torch.arange(len(y), device=device))
         full_outer = (judge.x, judge.y)
+
+        def solve_inner(tol: float = 1e-3 if self.dtype == "float32" else 1e-6) -> float:
+            # Weights may depend on the losses: then not the weighted losses but their potential is minimal at theta*.
+            def potential(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
+                return weighting.potential(v, F.cross_entropy(model(batch[0]), batch[1], reduction="none"), batch[2])
+
+            return lbfgs(Bilevel(potential, outer, model, v, l2=self.l2), full_inner, tol)
+
         if half:
-            fit(model, Split(sets.trusted.x[:half], sets.trusted.y[:half]), self.l2, 1e-3)
+            fit(model, Split(sets.trusted.x[:half], sets.trusted.y[:half]), self.l2, 1e-2)
+            solve_inner(1e-2)
 
         def metrics(theta: nn.Module, v: Tensor) -> dict[str, float]:
             z = theta(sets.evaluation.x)
@@ -255,14 +267,6 @@ class Cleaning(AbstractTask):
             "outer_optimizer": torch.optim.Adam if self.outer == "adam" else None,
             "project_v": weighting.box,
         }
-
-        def solve_inner() -> float:
-            # Weights may depend on the losses: then not the weighted losses but their potential is minimal at theta*.
-            def potential(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
-                return weighting.potential(v, F.cross_entropy(model(batch[0]), batch[1], reduction="none"), batch[2])
-
-            tol = 1e-3 if self.dtype == "float32" else 1e-6
-            return lbfgs(Bilevel(potential, outer, model, v, l2=self.l2), full_inner, tol)
 
         return Instance(
             problem,

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nhgd.errors import InputError
+
 
 @dataclass(frozen=True)
 class AbstractWeighting(ABC):
@@ -55,27 +57,30 @@ class PerSample(AbstractWeighting):
 @final
 @dataclass(frozen=True)
 class ByLoss(AbstractWeighting):
-    """w_i = sigmoid( b - e^a l_i ), v = (a, b): two numbers say which losses are too large to be believed.
+    """w_i = sigmoid( e^a ( e^b - l_i ) ), v = (a, b): a sample is suspect when its loss is above e^b.
 
     l_i is held constant in theta. So the inner loop follows a direction rather than one objective, and the exact
     hypergradient means: with the weights held constant in theta.
 
     References: J. Shu et al., Meta-Weight-Net: learning an explicit mapping for sample weighting, 2019, section 2.
     Deviations: 1. a sigmoid of two parameters in place of a small network, because two parameters cannot overfit a
-    trusted set of a hundred samples.
+    trusted set of a hundred samples. 2. a threshold above 0, because weights that may all shrink together would only
+    trade with the ridge.
     """
 
     def first(self, start: float | None) -> Tensor:
-        """a = 0, and b such that a sample without loss has the weight `start`, 0.8 unless told."""
+        """a = 0, and b such that a sample without loss has the weight `start`, above 0.5; 0.8 unless told."""
         start = 0.8 if start is None else start
-        return torch.tensor([0.0, math.log(start / (1 - start))])
+        if start <= 0.5:
+            raise InputError(f"With weights by loss, start must lie between 0.5 and 1, got {start}.")
+        return torch.tensor([0.0, math.log(math.log(start / (1 - start)))])
 
     def weights(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
         """The sigmoid; 1 for trusted samples."""
-        learnt = torch.sigmoid(v[1] - v[0].exp() * losses.detach())
+        learnt = torch.sigmoid(v[0].exp() * (v[1].exp() - losses.detach()))
         return torch.where(index < self.samples, learnt, torch.ones_like(learnt))
 
     def potential(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
-        """- e^-a log( 1 + exp( b - e^a l ) ); the loss itself for trusted samples."""
-        learnt = -F.softplus(v[1] - v[0].exp() * losses) / v[0].exp()
+        """- e^-a log( 1 + exp( e^a ( e^b - l ) ) ); the loss itself for trusted samples."""
+        learnt = -F.softplus(v[0].exp() * (v[1].exp() - losses)) / v[0].exp()
         return torch.where(index < self.samples, learnt, losses)
