@@ -7,6 +7,7 @@ from nhgd.task.base import AbstractTask, Instance
 from nhgd.task.cleaning import Cleaning
 from nhgd.task.distillation import Distillation
 from nhgd.task.l2 import L2
+from nhgd.task.pde import PDE
 from nhgd.task.quadratic import Quadratic
 
 TASKS = Registry("task", AbstractTask, list(vars().values()))
@@ -21,4 +22,4 @@ def resolve(task: str | AbstractTask, preset: str = "default") -> AbstractTask:
     return cls.preset(preset)
 
 
-__all__ = ["L2", "TASKS", "AbstractTask", "Cleaning", "Distillation", "Instance", "Quadratic", "resolve"]
+__all__ = ["L2", "PDE", "TASKS", "AbstractTask", "Cleaning", "Distillation", "Instance", "Quadratic", "resolve"]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from nhgd.data.batch import Batch
-from nhgd.errors import RunError
+from nhgd.algorithm.natural import LevenbergMarquardt
+from nhgd.algorithm.stage import Settings, Stage
+from nhgd.data.batch import Batch, common_length
+from nhgd.errors import InputError, RunError
+from nhgd.execution import Inline
+from nhgd.inverse import FisherWindow
 from nhgd.point import Point
 from nhgd.problem import Bilevel
+from nhgd.randomness import Randomness
 
 
 def newton(problem: Bilevel, batch: Batch, tol: float = 1e-12, steps: int = 100) -> float:
@@ -74,3 +79,36 @@ def lbfgs(problem: Bilevel, batch: Batch, tol: float, steps: int = 2000) -> floa
             f"The inner problem could not be solved: its gradient norm is still {norm:.2g}, above {tol:.2g}."
         )
     return norm
+
+
+def gauss_newton(problem: Bilevel, batch: Batch, steps: int, floor: float, seed: int = 0) -> float:
+    """Levenberg-Marquardt steps in the space of the outputs, in place; returns the norm of the last gradient.
+
+    For a likelihood such as "gaussian" with few outputs in all: each step factorises a matrix with a row for each of them.
+    `floor` is the least damping.
+    """
+    samples = common_length(batch)
+    if samples is None:
+        raise InputError("Gauss-Newton steps need a batch whose tensors all have the samples as first dimension.")
+    inverse = FisherWindow(window=samples, fisher="exact", records="sample", damping=floor, allow_large=True)
+    with Randomness(seed, problem.theta.device).scope():
+        stage = Stage(problem, [batch], [batch], Settings(), Inline(), inverse)
+        marquardt = LevenbergMarquardt(floor=floor)
+        for _ in range(steps):
+            marquardt.step(stage)
+    return float(Point(problem, [batch]).gradient().norm())
+
+
+def adam(problem: Bilevel, batch: Batch, steps: int, lr: float) -> float:
+    """Full-batch Adam, in place; returns the norm of the last gradient."""
+    theta = problem.theta
+    optimiser = torch.optim.Adam(list(theta.leaves), lr=lr)
+    for _ in range(steps):
+        with torch.enable_grad():
+            found = torch.autograd.grad(problem.objective(batch), theta.leaves)
+        for leaf, gradient in zip(theta.leaves, found, strict=True):
+            leaf.grad = gradient
+        optimiser.step()
+    for leaf in theta.leaves:
+        leaf.grad = None
+    return float(Point(problem, [batch]).gradient().norm())
