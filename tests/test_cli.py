@@ -31,11 +31,12 @@ QUICK = ("run", "l2", "--preset", "quick", "--steps", "3", "--device", "cpu")
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """Every command runs in an empty folder, and no data folder is set."""
+    """Every command runs in an empty folder, and no data folder is set or cached."""
     place = tmp_path / "here"
     place.mkdir()
     monkeypatch.chdir(place)
     monkeypatch.delenv("NHGD_DATA", raising=False)
+    monkeypatch.setenv("NHGD_CACHE", str(tmp_path / "cache"))
 
 
 def invoke(*args):

@@ -32,7 +32,7 @@ def built(task, seed=0):
 
 
 def test_every_task_is_in_the_catalogue():
-    assert {type(case.make()).name for case in catalogue.TASKS} == set(TASKS)
+    assert {case.make().name for case in catalogue.TASKS} == set(TASKS._own)
 
 
 @pytest.mark.parametrize("case", catalogue.TASKS, ids=lambda case: case.name)
