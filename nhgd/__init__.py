@@ -14,6 +14,7 @@ from nhgd.solve import Solution, Solver
 
 if TYPE_CHECKING:
     from nhgd.estimators.cleaner import LabelCleaner as LabelCleaner
+    from nhgd.estimators.distiller import DatasetDistiller as DatasetDistiller
 
 __version__ = "0.1.0"
 
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 # They need scikit-learn, which the core does without; so they are imported when they are asked for.
-_ESTIMATORS = {"LabelCleaner": "nhgd.estimators.cleaner"}
+_ESTIMATORS = {"DatasetDistiller": "nhgd.estimators.distiller", "LabelCleaner": "nhgd.estimators.cleaner"}
 
 
 def __getattr__(name: str) -> Any:
