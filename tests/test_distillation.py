@@ -120,6 +120,11 @@ class TestData:
         instance.start(metrics_every=9).run(steps=2)
         assert bool((v.detach() != before).any())
 
+    def test_the_papers_preset_runs_without_naming_a_method(self, folder):
+        command = ["run", "distillation", "--preset", "paper-5", "--steps", "2", "--device", "cpu", "--json"]
+        found = CliRunner().invoke(app, [*command, "--data", str(folder.parent)], catch_exceptions=False)
+        assert json.loads(found.stdout)["method"] == "nhgd"
+
     def test_the_papers_numbers(self):
         five, hundred = Distillation.preset("paper-5"), Distillation.preset("paper-100")
         assert (five.per_class, five.bias, five.l2, five.batch, five.outer_batch) == (5, False, 1 / 15680, None, None)

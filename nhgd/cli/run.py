@@ -97,7 +97,8 @@ def _method(
     experiment = EXPERIMENTS.get((task, preset))
     if experiment is None:
         return method or instance.method, instance.algorithm(method), {}
-    name = method or "nhgd-paper"
+    # Where the paper's own method cannot be run as printed (beta = 0), the task's is.
+    name = method or ("nhgd-paper" if TABLE[experiment]["nhgd-paper"].beta else instance.method)
     if name in TABLE[experiment] or name == "stocbio":
         return name, *paper(experiment, name)
     return name, instance.algorithm(name), {}
