@@ -18,7 +18,6 @@ import torch
 import nhgd
 from nhgd.inverse import FisherWindow
 from nhgd.task.inner_solver import gauss_newton
-from nhgd.task.jet import JetNet
 from nhgd.task.residual import AbstractResidual, box, sides
 
 ALPHA = 1e-3
@@ -39,7 +38,7 @@ class Poisson(AbstractResidual):
     """The equation, in three methods."""
 
     dimension = 2
-    laplacian = (0, 1)
+    space = 2
 
     def __init__(self, interior, side):
         self.interior, self.side = interior, side
@@ -65,7 +64,7 @@ def main(arguments=None):
     parser.add_argument("--tiny", action="store_true")
     tiny = parser.parse_args(arguments).tiny
     equation = Poisson(interior=64 if tiny else 256, side=12 if tiny else 32)
-    net = JetNet((2, 10, 10, 1) if tiny else (2, 20, 20, 1), equation.laplacian, seed=0).double()
+    net = equation.net((10, 10) if tiny else (20, 20), seed=0).double()
     v = torch.zeros(2, 2, dtype=torch.float64) if tiny else torch.zeros(4, 4, dtype=torch.float64)
     problem = equation.problem(net, v)
     points = equation.collocation((0,), dtype=torch.float64)

@@ -56,7 +56,7 @@ class Heat(AbstractResidual):
     """
 
     dimension = 3
-    laplacian = (0, 1)
+    space = 2
 
     def __init__(self, nu: float = 1e-3, interior: int = 1024, side: int = 256, initial: int = 256) -> None:
         positive("heat", nu=nu)

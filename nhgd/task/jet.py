@@ -24,7 +24,7 @@ from nhgd.errors import InputError
 
 @dataclass(frozen=True)
 class Jet:
-    """A function at N points: its value (N,), its gradient (N, d) and its Laplacian over some coordinates (N,)."""
+    """A function at N points: its value (N,), its gradient (N, d) and its Laplacian in space (N,)."""
 
     value: Tensor
     gradient: Tensor
@@ -41,46 +41,46 @@ class JetNet(nn.Module):
 
     Args:
         sizes: inputs, hidden widths, and 1.
-        laplacian: the coordinates of the Laplacian.
+        space: how many of the first coordinates are space; the Laplacian is over these.
         seed: of the weights: Glorot-normal, with biases zero.
 
-    >>> net = JetNet((3, 64, 64, 64, 64, 1), laplacian=(0, 1), seed=0)
+    >>> net = JetNet((3, 64, 64, 64, 64, 1), space=2, seed=0)
     >>> sum(p.numel() for p in net.parameters())
     12801
     """
 
-    def __init__(self, sizes: Sequence[int], laplacian: Sequence[int], seed: int) -> None:
+    def __init__(self, sizes: Sequence[int], space: int, seed: int) -> None:
         super().__init__()
         if len(sizes) < 2 or min(sizes) < 1 or sizes[-1] != 1:
             raise InputError(f"A network needs inputs, hidden widths and one output, such as (3, 32, 1); got {sizes}.")
-        if any(not 0 <= i < sizes[0] for i in laplacian):
-            raise InputError(f"The coordinates of the Laplacian must lie below {sizes[0]}, got {tuple(laplacian)}.")
+        if not 0 <= space <= sizes[0]:
+            raise InputError(f"A network of {sizes[0]} coordinates cannot have {space} in space.")
         self.sizes = tuple(sizes)
-        self.laplacian = tuple(laplacian)
+        self.space = space
         self.layers = nn.ModuleList(glorot(sizes, seed))
 
     def forward(self, x: Tensor) -> Tensor:
         """The values at points (N, d): (N,)."""
-        h = x
-        for layer in self.layers:
-            z: Tensor = layer(F.pad(h, (1, 0), value=1.0))
-            h = torch.tanh(z)
-        return z[:, 0]
+        h = F.pad(x, (1, 0), value=1.0)
+        for layer in self.layers[:-1]:
+            h = F.pad(torch.tanh(layer(h)), (1, 0), value=1.0)
+        found: Tensor = self.layers[-1](h)[:, 0]
+        return found
 
     def jet(self, x: Tensor) -> Jet:
         """The values and derivatives at points (N, d)."""
         n, d = x.shape
         one = F.pad(x.new_ones(n, 1, 1), (0, 0, 0, d + 1))  # (N, d + 2, 1)
         slopes = torch.eye(d, dtype=x.dtype, device=x.device).expand(n, d, d)
-        h = torch.cat([x[:, None], slopes, x.new_zeros(n, 1, d)], 1)  # (N, d + 2, d)
-        for layer in self.layers:
-            z = layer(torch.cat([one, h], 2))  # (N, d + 2, width)
-            value, slopes, second = z[:, :1], z[:, 1:-1], z[:, -1:]
-            a = torch.tanh(value)
+        h = torch.cat([one, torch.cat([x[:, None], slopes, x.new_zeros(n, 1, d)], 1)], 2)  # (N, d + 2, 1 + d)
+        for layer in self.layers[:-1]:
+            z = layer(h)  # (N, d + 2, width)
+            a = torch.tanh(z[:, :1])
             s = 1 - a * a
-            squares = sum(z[:, 1 + i : 2 + i].square() for i in self.laplacian)
-            h = torch.cat([a, s * slopes, s * (second - 2 * a * squares)], 1)
-        return Jet(z[:, 0, 0], z[:, 1:-1, 0], z[:, -1, 0])
+            squares = z[:, 1 : 1 + self.space].square().sum(1, keepdim=True)
+            h = torch.cat([one, torch.cat([a, s * z[:, 1:-1], s * (z[:, -1:] - 2 * a * squares)], 1)], 2)
+        last = self.layers[-1](h)[:, :, 0]  # (N, d + 2)
+        return Jet(last[:, 0], last[:, 1:-1], last[:, -1])
 
 
 @final

@@ -97,6 +97,7 @@ class PDE(AbstractTask):
             "outer_lr": 0.01,
             "hold": 1.0,
             "clip": 1.0,
+            "steps": 500,
         },
     }
     nu: float = 1e-3
@@ -116,9 +117,9 @@ class PDE(AbstractTask):
     damping: float = 1e-4
     floor: float = 1e-6
     outer_lr: float = 0.01
-    hold: float = 2 / 3
+    hold: float = 1 / 3
     clip: float = 0.1
-    steps: int = 500
+    steps: int = 1000
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -149,7 +150,7 @@ class PDE(AbstractTask):
         self.refuse_data(data)
         dtype = getattr(torch, self.dtype)
         heat = Heat(self.nu, self.interior, self.side, self.initial)
-        net = JetNet((3, *[self.width] * self.depth, 1), heat.laplacian, seed).to(device, dtype)
+        net = heat.net([self.width] * self.depth, seed).to(device, dtype)
         control = TanhNet((1, *[self.control_width] * self.control_depth, 1), seed + 1).to(device, dtype)
         problem = heat.problem(net, control)
         points = heat.collocation((seed,), device, dtype)

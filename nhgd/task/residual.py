@@ -34,11 +34,11 @@ class AbstractResidual(ABC):
 
     Attributes:
         dimension: how many coordinates a point has.
-        laplacian: the coordinates of the Laplacian.
+        space: how many of the first coordinates are space; the Laplacian is over these.
     """
 
     dimension: ClassVar[int]
-    laplacian: ClassVar[tuple[int, ...]]
+    space: ClassVar[int]
 
     @abstractmethod
     def sample(self, seed: tuple[int, ...]) -> Sequence[Tensor]:
@@ -54,6 +54,10 @@ class AbstractResidual(ABC):
     @abstractmethod
     def outer(self, net: JetNet, control: Control, batch: Any) -> Tensor:
         """What the control is judged by: a scalar."""
+
+    def net(self, hidden: Sequence[int], seed: int) -> JetNet:
+        """A network for the state with these hidden widths."""
+        return JetNet((self.dimension, *hidden, 1), self.space, seed)
 
     def collocation(
         self, seed: tuple[int, ...], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
