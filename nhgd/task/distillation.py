@@ -92,7 +92,13 @@ class Distillation(AbstractTask):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
         "quick": {"dataset": "digits", "per_class": 1},
-        "paper-5": {"dataset": "fashion-mnist", "bias": False, "l2": 1 / 15680, "outer_batch": None},
+        "paper-5": {
+            "dataset": "fashion-mnist",
+            "bias": False,
+            "l2": 1 / 15680,
+            "outer_batch": None,
+            "outer_lr": 0.03,
+        },
         "paper-100": {
             "dataset": "fashion-mnist",
             "per_class": 100,
@@ -101,6 +107,7 @@ class Distillation(AbstractTask):
             "batch": 128,
             "inner_steps": 30,
             "batches": 5,
+            "outer_lr": 0.03,
         },
     }
     dataset: str = "auto"
@@ -108,14 +115,14 @@ class Distillation(AbstractTask):
     model: str = "linear"
     bias: bool = True
     hidden: int = 64
-    l2: float = 1e-3
+    l2: float = 3e-3
     start: str = "auto"
     batch: int | None = None
     outer_batch: int | None = 6000
     batches: int | str | None = None
     inner_steps: int | None = None
     inner_lr: float | None = None
-    outer_lr: float = 0.03
+    outer_lr: float = 0.06
     outer: str = "adam"
     dtype: str = "float32"
 
