@@ -33,7 +33,7 @@ from nhgd.algorithm import (
     StocBiO,
 )
 from nhgd.hypergradients import AbstractHypergradient, Implicit, Unrolled
-from nhgd.inverse import AbstractInverse
+from nhgd.inverse import AbstractInverse, FisherWindow
 from nhgd.schedule import Power
 from nhgd.task import L2, PDE, AbstractTask, Cleaning, Distillation, Instance, Quadratic
 from tests import oracles
@@ -497,17 +497,20 @@ class AlgorithmCase:
         return f"{self.make().name} {self.label}".strip()
 
 
+FAST = {"inner_steps": 8, "inner_lr": 1.5, "outer_lr": 1.0}  # near the largest stable steps of the small quadratic
 ALGORITHMS: list[AlgorithmCase] = [
-    AlgorithmCase(AID),
-    AlgorithmCase(lambda: AID(batches="all"), noisy=({"outer_lr": Power(0.5, 0.7)}, 150, 0.25), label="all data"),
-    AlgorithmCase(lambda: AID(nhgd.inverse.Neumann(terms=100, tol=1e-6)), label="neumann"),
-    AlgorithmCase(lambda: AID(nhgd.inverse.FixedPoint(steps=100, tol=1e-6)), label="fixed_point"),
-    AlgorithmCase(lambda: AID(nhgd.inverse.Identity()), ends_with(identity_matrix), label="identity"),
-    AlgorithmCase(NHGD, ends_with(kfac_matrix), noisy=({"outer_lr": Power(0.5, 0.7)}, 150, 0.45)),
-    AlgorithmCase(lambda: NHGD(nhgd.inverse.FisherWindow(window=60)), ends_with(fisher_matrix), label="window"),
-    AlgorithmCase(lambda: NHGD(nhgd.inverse.FisherWindow(window=60, fisher="exact")), label="exact window"),
-    AlgorithmCase(lambda: NHGD(refine=6), label="refined"),
-    AlgorithmCase(lambda: NHGD(refine=6, cross="trajectory"), label="trajectory"),
+    AlgorithmCase(AID, settings=FAST, steps=60),
+    AlgorithmCase(
+        lambda: AID(batches="all"), v_star, FAST, 60, noisy=({"outer_lr": Power(0.5, 0.7)}, 150, 0.25), label="all data"
+    ),
+    AlgorithmCase(lambda: AID(nhgd.inverse.Neumann(terms=100, tol=1e-6)), v_star, FAST, 60, label="neumann"),
+    AlgorithmCase(lambda: AID(nhgd.inverse.FixedPoint(steps=100, tol=1e-6)), v_star, FAST, 60, label="fixed_point"),
+    AlgorithmCase(lambda: AID(nhgd.inverse.Identity()), ends_with(identity_matrix), FAST, 100, label="identity"),
+    AlgorithmCase(NHGD, ends_with(kfac_matrix), FAST, 80, noisy=({"outer_lr": Power(0.5, 0.7)}, 150, 0.45)),
+    AlgorithmCase(lambda: NHGD(FisherWindow(window=60)), ends_with(fisher_matrix), FAST, 80, label="window"),
+    AlgorithmCase(lambda: NHGD(FisherWindow(window=60, fisher="exact")), v_star, FAST, 60, label="exact window"),
+    AlgorithmCase(lambda: NHGD(refine=6), v_star, FAST, 60, label="refined"),
+    AlgorithmCase(lambda: NHGD(refine=6, cross="trajectory"), v_star, FAST, 60, label="trajectory"),
     AlgorithmCase(lambda: NHGD(inner="natural"), ends_with(kfac_matrix), {"inner_steps": 5}, label="natural"),
     AlgorithmCase(
         ITD, ends_with(unrolled_matrix(5)), {"inner_steps": 5}, noisy=({"outer_lr": Power(1.0, 0.5)}, 150, 0.45)
