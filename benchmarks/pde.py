@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -90,17 +91,17 @@ def solved(
     return row
 
 
-def compared(device: torch.device, methods: list[str], steps: int, cap: float, changes: dict[str, Any]) -> list[Any]:
+def compared(
+    device: torch.device, methods: list[str], steps: int, cap: float, changes: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
     """Methods in the paper's setting, all from the same pretrained state."""
     task = PDE.preset("paper").with_settings({"hold": 2 / 3} | changes)
     instance = task.build(0, device)
     theta = instance.problem.theta.flat()
     task = task.with_settings({"pretraining": 0})
-    rows = []
     for name in ("nhgd", *methods):
         own: dict[str, Any] = {"inner_optimizer": None} if name in PLAIN else {}
-        rows.append(solved(task, device, f"{name}, 50 inner steps", name, 0, steps, cap, theta, **own))
-    return rows
+        yield solved(task, device, f"{name}, 50 inner steps", name, 0, steps, cap, theta, **own)
 
 
 def main() -> None:
@@ -140,8 +141,9 @@ def main() -> None:
             write()
     methods = [name for name in options.others.split(",") if name]
     if methods:
-        result["runs"] += compared(device, methods, options.steps, options.cap, changes)
-    write()
+        for row in compared(device, methods, options.steps, options.cap, changes):
+            result["runs"].append(row)
+            write()
 
 
 if __name__ == "__main__":

@@ -114,8 +114,13 @@ def check(
     lessons = batches if learn_from is None else [move(b, device) for b in reiterable(learn_from, "learn_from")]
     outer_batch = move(outer_batch, device)
     problem.validate(batches[0], outer_batch)
-    chosen = [resolve(i) for i in (list(INVERSES) if inverses is None else inverses)]
-    names = [i if isinstance(i, str) else i.label for i in (list(INVERSES) if inverses is None else inverses)]
+    asked = list(INVERSES) if inverses is None else [inverses] if isinstance(inverses, str) else list(inverses)
+    if not asked:
+        raise InputError("inverses is empty. Name some, for example ['kfac', 'cg'], or leave it away for all of them.")
+    chosen = [resolve(i) for i in asked]
+    labels = [i if isinstance(i, str) else i.label for i in asked]
+    # Two of one kind are told apart by their settings.
+    names = [n if labels.count(n) == 1 else repr(i) for n, i in zip(labels, asked, strict=True)]
 
     at = Point(problem, batches, outer_batch, seed)
     dense = problem.theta.numel <= dense_below

@@ -143,6 +143,9 @@ class Bilevel:
         self, batch: Batch, theta: Sequence[Tensor] | None = None, v: Sequence[Tensor] | None = None
     ) -> Tensor:
         """Evaluate the outer function at the given leaves (default: the current ones)."""
+        found = lengths(batch)
+        if len(found) == 2 and len(set(found.values())) > 1:
+            raise InputError(_uneven(found))
         with self.theta.view(theta) as theta_given, self.v.view(v) as v_given:
             value = self.outer(theta_given, v_given, batch)
         if not isinstance(value, Tensor):
@@ -242,7 +245,7 @@ class Bilevel:
                 raise InputError(f"The {name} batch holds nan or inf: {bad}. Remove or impute such samples first.")
         with self.guarded(seed=0), torch.enable_grad():
             losses = self.losses(inner_batch)
-            self._finite_losses(losses)
+            self.check_finite(losses)
             self._check_ridge()
             data = losses.mean()
             # Without the ridge, which depends on theta whatever inner() does.
@@ -255,6 +258,11 @@ class Bilevel:
         if all(g is None for g in in_theta):
             raise InputError(
                 "The inner loss does not depend on theta. Use the theta that inner() is given, without .detach() or .data."
+            )
+        if all(g is None for g in outer):
+            raise InputError(
+                "The outer loss depends on neither theta nor v: it carries no gradient. Use the theta and v that outer() is"
+                " given, without .detach() or .data."
             )
         if all(g is None for g in (*in_v, *outer[len(in_theta) :])):
             raise InputError(
@@ -276,7 +284,8 @@ class Bilevel:
                     f"l2(v) is {low:.3g} for {name!r}; a ridge must be at least 0. Pass it through exp() or softplus()."
                 )
 
-    def _finite_losses(self, losses: Losses) -> None:
+    def check_finite(self, losses: Losses) -> None:
+        """Refuse losses or weights that are not finite, naming the sample, and weights below zero."""
         for name, tensor in (("loss", losses.values), ("weight", losses.weights)):
             if tensor is None or bool(torch.isfinite(tensor).all()):
                 continue

@@ -113,6 +113,8 @@ class Solver:
         metrics_every: int = 1,
     ) -> None:
         _check_projections(project, project_v)
+        if not isinstance(seed, int) or seed < 0:
+            raise InputError(f"seed must be a whole number of at least 0, got {seed!r}.")
         if metrics_every < 1:
             raise InputError(f"metrics_every must be at least 1, got {metrics_every}.")
         settings = Settings(
@@ -129,22 +131,17 @@ class Solver:
         with self._randomness.scope():
             self.stage = Stage(problem, inner_data, outer_data, settings, self.executor, self.algorithm.online)
             # The first batches are looked at before anything moves, then drawn again by the run itself.
-            problem.validate(self._peek(self.stage.inner), self._peek(self.stage.outer))
+            problem.validate(self.stage.inner.peek(), self.stage.outer.peek())
             self.stage.project_theta()
             self.stage.project_v()
             self._state = self.algorithm.init(self.stage)
         self._started: float | None = None
 
-    def _peek(self, stream: Any) -> Batch:
-        before = torch.get_rng_state()
-        batch = type(stream)(stream.source, stream.name, stream.device).next()
-        torch.set_rng_state(before)
-        return batch
-
     def step(self) -> Row:
         """One outer step; its row of the history."""
         problem, clock = self.problem, self.stage.clock
         theta, v = problem.theta.flat(), problem.v.flat()
+        buffers = (*problem.theta.buffers(), *problem.v.buffers())
         started = time.perf_counter()
         with self._randomness.scope():
             try:
@@ -154,6 +151,8 @@ class Solver:
             except NonFiniteError as error:
                 problem.theta.assign(theta)
                 problem.v.assign(v)
+                for buffer, value in buffers:
+                    buffer.copy_(value)
                 raise self._diagnosed(error) from error
             clock.k += 1
         self.seconds += time.perf_counter() - started
@@ -257,15 +256,26 @@ class Solver:
     def _diagnosed(self, error: NonFiniteError) -> Exception:
         """The sentence a user needs: what became non-finite, at which step, and why as far as can be seen."""
         step = self.stage.clock.k + 1
-        for batch in self.stage.recent:
+        batches = [("inner", batch) for batch in self.stage.recent] + [("outer", self.stage.outer.last)]
+        for level, batch in batches:
             bad = first_bad(batch)
             if bad:
-                return InputError(
-                    f"Outer step {step}: an inner batch holds nan or inf: {bad}. Remove or impute it first."
-                )
+                where = "an inner batch" if level == "inner" else "an outer batch"
+                return InputError(f"Outer step {step}: {where} holds nan or inf: {bad}. Remove or impute it first.")
+        try:  # at the point the step began from, which is finite
+            with self.problem.guarded(seed=0), torch.no_grad():
+                for level, batch in batches:
+                    if level == "inner":
+                        self.problem.check_finite(self.problem.losses(batch))
+                    elif batch is not None and not bool(torch.isfinite(self.problem.outer_value(batch))):
+                        return InputError(f"Outer step {step}: the outer loss is not finite where this step began.")
+        except InputError as bad_loss:
+            return InputError(f"Outer step {step}: {bad_loss}")
+        said = str(error)
+        what = said if said.endswith(".") else f"{said} became non-finite."
         return NonFiniteError(
-            f"Outer step {step}: {error} became non-finite. theta and v were put back to where this step began. Lower"
-            " inner_lr or outer_lr, add l2, or project theta (project=R)."
+            f"Outer step {step}: {what} theta and v were put back to where this step began. Lower inner_lr or outer_lr, add"
+            " l2, or project theta (project=R)."
         )
 
 
@@ -293,5 +303,6 @@ def _check_projections(project: Projection, project_v: Projection) -> None:
         raise InputError(f"project must be a radius above 0 or a function of theta, got {project!r}.")
     if project_v is None or callable(project_v):
         return
-    if not (isinstance(project_v, (tuple, list)) and len(project_v) == 2 and project_v[0] < project_v[1]):
+    numbers = isinstance(project_v, (tuple, list)) and all(isinstance(bound, (int, float)) for bound in project_v)
+    if not (numbers and len(project_v) == 2 and project_v[0] < project_v[1]):  # type: ignore[arg-type, index]
         raise InputError(f"project_v must be a box (low, high) with low < high or a function of v, got {project_v!r}.")

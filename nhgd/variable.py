@@ -165,6 +165,10 @@ class Variable:
             for module, flag in zip(modules, flags, strict=True):
                 module.training = flag
 
+    def buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Every buffer of the module, with a copy of its value now."""
+        return [] if self.root is None else [(buffer, buffer.clone()) for buffer in self.root.buffers()]
+
     def flatten(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """One vector (D,) from one tensor a leaf; a missing one counts as zeros."""
         parts = [

@@ -121,6 +121,16 @@ def test_unknown_inverse():
         nhgd.check(problem, inner, outer, inverses=["identiti"])
 
 
+def test_inverses_may_be_one_name_and_must_not_be_none():
+    problem, inner, outer = catalogue.weighted_logistic()
+    assert [row["inverse"] for row in nhgd.check(problem, inner, outer, inverses="cg").rows] == ["cg"]
+    with pytest.raises(nhgd.InputError, match="inverses is empty"):
+        nhgd.check(problem, inner, outer, inverses=[])
+    rows = nhgd.check(problem, inner, outer, inverses=[CG(steps=3), CG(steps=30)]).rows
+    assert "steps=3," in rows[0]["inverse"]
+    assert "steps=30," in rows[1]["inverse"]
+
+
 def test_peak_memory_counts_what_lives_at_once():
     with PeakMemory() as peak:
         a = torch.zeros(1000)  # 4000 bytes

@@ -110,7 +110,7 @@ def test_non_finite_numbers_stop_the_run_and_put_theta_and_v_back():
     instance = small()
     running = solver(instance, inner_lr=1e6, inner_steps=60)
     v = instance.problem.v.given.clone()
-    with pytest.raises(nhgd.NonFiniteError, match=r"Outer step 1: .*became non-finite.*inner_lr"):
+    with pytest.raises(nhgd.NonFiniteError, match=r"Outer step 1: .*put back.*inner_lr"):
         running.run(steps=100)
     assert torch.equal(v, instance.problem.v.given)
     assert bool(torch.isfinite(instance.problem.theta.flat()).all())
@@ -351,3 +351,77 @@ def test_schedules_reach_the_optimisers():
 
 def test_budgets_are_read():
     assert [seconds(b) for b in ("60s", "5m", "1h", "2", 0.5)] == [60, 300, 3600, 2, 0.5]
+
+
+def test_an_optimiser_may_hold_a_plain_v():
+    instance = small()
+    v = instance.problem.v.given
+    running = solver(instance, outer_optimizer=torch.optim.Adam([v], lr=0.1), outer_lr=None)
+    running.run(steps=5)
+    assert bool((v != 0).all())
+    assert v.grad is None
+
+
+def test_a_projection_may_return_its_result():
+    instance = small()
+    solver(instance, project_v=lambda v: v.clamp(-0.01, 0.01)).run(steps=3)
+    assert float(instance.problem.v.given.abs().max()) <= 0.01
+
+
+def test_bad_outer_batches_are_named():
+    instance = small()
+    x, y = instance.full_outer
+    with pytest.raises(nhgd.InputError, match="different lengths"):
+        nhgd.Solver(instance.problem, instance.inner_data, [(x, y[:-1])], method="aid")
+    spoilt = x.clone()
+    spoilt[2, 0] = float("inf")
+    running = nhgd.Solver(instance.problem, instance.inner_data, [(x, y), (spoilt, y)], method="aid", **instance.solver)
+    with pytest.raises(nhgd.InputError, match=r"Outer step 2: an outer batch holds nan or inf: tensor \[0\], row 2"):
+        running.run(steps=3)
+
+
+def test_a_loss_that_turns_bad_is_named_with_its_sample():
+    instance = small()
+    calls = []
+    inner = instance.problem.inner
+
+    def turning(theta, v, batch):
+        calls.append(1)
+        losses = inner(theta, v, batch)
+        values = (
+            losses.values * (torch.arange(len(losses.values)) != 7).double().log() if len(calls) > 30 else losses.values
+        )
+        return nhgd.Losses(values)
+
+    instance.problem.inner = turning
+    with pytest.raises(nhgd.InputError, match=r"Outer step \d: The inner loss is .* for sample 7 of the batch"):
+        solver(instance, method="aid-identity").run(steps=5)
+
+
+def test_buffers_are_put_back_too():
+    net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+    x, y = torch.randn(16, 3).double(), torch.arange(16) % 2
+    problem = nhgd.Bilevel(
+        lambda m, v, b: F.cross_entropy(m(b[0] * m[1].weight.sum()), b[1], reduction="none"),
+        lambda m, v, b: F.cross_entropy(m(b[0]), b[1]),
+        net,
+        torch.zeros(()).double(),
+        l2=lambda v: v.exp(),
+    )
+    with pytest.raises(nhgd.NonFiniteError, match="put back"):
+        nhgd.Solver(problem, [(x, y)], [(x, y)], method="aid-identity", inner_lr=1e200).run(steps=3)
+    assert bool(torch.isfinite(net[0].running_mean).all())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed": "a"}, "seed must be"),
+        ({"inner_optimizer": "adam"}, "must be a torch optimiser"),
+        ({"project_v": ("a", "b")}, "project_v must be a box"),
+        ({"project_v": lambda v: 3}, "must change what it is given in place"),
+    ],
+)
+def test_more_refusals(settings, message):
+    with pytest.raises(nhgd.InputError, match=message):
+        solver(small(), **settings).run(steps=1)

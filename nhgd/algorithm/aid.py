@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
+from nhgd.algorithm.calibration import calibrated
 from nhgd.algorithm.stage import Stage
 from nhgd.errors import InputError
 from nhgd.hypergradients.implicit import implicit
@@ -66,7 +67,8 @@ class AID(AbstractAlgorithm):
         return self.inverse
 
     def init(self, stage: Stage) -> AIDState:
-        """Remember where theta starts."""
+        """Remember where theta starts, and choose the periods of the curvature if a clock is to decide."""
+        stage.use(calibrated(stage))
         return AIDState(stage.problem.theta.flat())
 
     def step(self, stage: Stage, state: AIDState) -> tuple[AIDState, StepInfo]:
@@ -74,9 +76,11 @@ class AID(AbstractAlgorithm):
         if not self.warm_start:
             stage.problem.theta.assign(state.theta)
         losses = [stage.inner_step() for _ in range(stage.settings.inner_steps)]
+        stage.executor.drain()
         curvature, lag = stage.executor.snapshot()
         at = stage.point(stage.inner_batches(self.batches), stage.outer.next())
-        found = implicit(at, self.inverse, curvature, state.adjoint if self.warm_solve else None)
+        inverse = self.inverse if stage.inverse is None else stage.inverse
+        found = implicit(at, inverse, curvature, state.adjoint if self.warm_solve else None)
         norm = stage.move_v(found.leaves)
         info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, lag, {"residual": found.stats.residual})
         return AIDState(state.theta, found.adjoint), info

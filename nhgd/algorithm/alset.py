@@ -66,6 +66,6 @@ class ALSET(AbstractAlgorithm):
         sample = draw(stage, self.estimator, self.K - 1)
         found, phi = scaled(stage, sample, self.phi, state.phi)
         norm = stage.move_v(found.leaves)
-        notes = {"products": len(sample.factors), "phi": phi}
+        notes = {"products": sample.products, "phi": phi}
         info = StepInfo(float(found.value), float(torch.stack(losses).mean()), norm, notes=notes)
         return ALSETState(phi), info

@@ -81,14 +81,10 @@ class BSA(AbstractAlgorithm):
         if not self.warm_start:
             stage.problem.theta.assign(state.theta)
         count = self.inner_steps(stage.settings.inner_steps, stage.clock.k)
-        losses = []
-        for _ in range(count):
-            losses.append(stage.inner_step())
-            # Only the latest batches are kept for diagnosis: the loops grow without bound, and memory must not.
-            del stage.recent[: -stage.settings.inner_steps]
+        losses = [stage.inner_step() for _ in range(count)]
         sample = draw(stage, self.estimator, self.K - 1)
         found, phi = scaled(stage, sample, self.phi, state.phi)
         norm = stage.move_v(found.leaves)
-        notes = {"inner_steps": count, "products": len(sample.factors), "phi": phi}
+        notes = {"inner_steps": count, "products": sample.products, "phi": phi}
         info = StepInfo(float(found.value), float(torch.stack(losses).mean()), norm, notes=notes)
         return BSAState(state.theta, phi), info

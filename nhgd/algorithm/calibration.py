@@ -23,14 +23,15 @@ def calibrated(stage: Stage) -> AbstractInverse | None:
         return stage.inverse
     learner: Any = inverse.inverse if isinstance(inverse, Refined) else inverse
     problem = stage.problem
-    batch = stage.inner_batch()
+    batch = stage.inner.peek()  # the run itself draws as if nobody had looked
     calls = OracleCalls()  # measuring is no part of the run's work
     plain, recording = Recorder(problem, calls=calls), Recorder(problem, inverse.records, inverse.fisher, calls)
-    state = inverse.observe(inverse.init(problem.theta), recording.step(batch).record)
     with problem.guarded(seed=0):
+        state = inverse.observe(inverse.init(problem.theta), recording.step(batch).record)
         inner = _median(lambda: plain.step(batch), problem.theta.device)
         both = _median(lambda: inverse.observe(state, recording.step(batch).record), problem.theta.device)
-        invert = _median(lambda: [learner.decomposed(state, layer) for layer in state.inputs], problem.theta.device)
+        layers = state.inputs if hasattr(learner, "decomposed") else ()
+        invert = _median(lambda: [learner.decomposed(state, layer) for layer in layers], problem.theta.device)
     chosen: AbstractInverse = inverse.with_periods(
         inner_seconds=inner, factor_seconds=max(both - inner, 1e-9), invert_seconds=invert
     )

@@ -81,7 +81,9 @@ class NHGD(AbstractAlgorithm):
 
     References: Natural Hypergradient Descent, algorithm 1; equation for A: `FisherDense`.
     Deviations: 1. by default the statistics are per-sample and Kronecker-factored, because the outer product of a batch's
-    mean gradient is not the Fisher matrix; the literal method is the preset "nhgd-paper". 2. L has no warm start: its
+    mean gradient is not the Fisher matrix; the literal method, as the paper's experiments run it (smoothed update, M batches
+    at the end), is the preset "nhgd-paper", and algorithm 1 as printed is NHGD(FisherDense(form="inverse",
+    update="average", records="raw"), cross="trajectory"). 2. L has no warm start: its
     initial weight in the recursion is zero.
     """
 
@@ -124,6 +126,11 @@ class NHGD(AbstractAlgorithm):
         inverse = automatic(problem.theta) if self.inverse is None else self.inverse
         if self.refine and not isinstance(inverse, Refined):
             inverse = Refined(inverse, steps=self.refine)
+        if self.inner == "natural" and inverse.records is None:
+            raise InputError(
+                f"inner='natural' preconditions the inner steps by curvature learnt from them, and {inverse.name} learns"
+                " none. Use kfac or fisher_window."
+            )
         return replace(self, inverse=inverse, refine=0)
 
     @property
@@ -153,7 +160,7 @@ class NHGD(AbstractAlgorithm):
         batches = stage.inner_batches(self.batches)
         if self.observe == "end":
             for batch in batches:
-                stage.gradient(batch)
+                stage.gradient(batch, always=True)
         stage.executor.drain()
         curvature, lag = stage.executor.snapshot()
         at = stage.point(batches, stage.outer.next())

@@ -92,5 +92,5 @@ def both_levels(
     stage.move_theta(theta.unflatten(in_theta))
     norm = stage.move_v(v.unflatten(in_v))
     stage.recent.clear()  # many batches, and none of them bad
-    notes = {"products": len(sample.factors), "phi": phi}
+    notes = {"products": sample.products, "phi": phi}
     return here, StepInfo(float(series.value), float(found.value), norm, notes=notes)

@@ -34,16 +34,22 @@ class Sample:
     Attributes:
         outer: the batch of the outer loss.
         cross: the inner batch of the cross derivative.
-        factors: one inner batch for each factor.
+        factors: one inner batch for each factor, or how many of them to draw as they are needed, where the estimate is not
+            taken again: the batches of a long series need not be held together then.
         terms: T of a randomised estimate, None for a sum.
         seed: of dropout.
     """
 
     outer: Batch
     cross: Batch
-    factors: Sequence[Batch]
+    factors: Sequence[Batch] | int
     terms: int | None
     seed: int
+
+    @property
+    def products(self) -> int:
+        """How many factors there are."""
+        return self.factors if isinstance(self.factors, int) else len(self.factors)
 
 
 @dataclass(frozen=True)
@@ -55,12 +61,15 @@ class Estimate:
     grew: bool
 
 
-def draw(stage: Stage, estimator: Estimator, products: int) -> Sample:
-    """Draw the batches of a sum with this many products, or of a randomised estimate with the same mean."""
+def draw(stage: Stage, estimator: Estimator, products: int, hold: bool = True) -> Sample:
+    """Draw the batches of a sum with this many products, or of a randomised estimate with the same mean.
+
+    Without `hold` those of the factors are drawn by `estimate`, one at a time.
+    """
     terms = None if estimator == "sum" else products + 1
     count = products if terms is None else int(torch.randint(terms, ()))
     outer, cross = stage.outer.next(), stage.inner_batch()
-    return Sample(outer, cross, stage.inner_batches(count), terms, stage.seed())
+    return Sample(outer, cross, stage.inner_batches(count) if hold else count, terms, stage.seed())
 
 
 def estimate(stage: Stage, sample: Sample, phi: float) -> Estimate:
@@ -69,14 +78,16 @@ def estimate(stage: Stage, sample: Sample, phi: float) -> Estimate:
     outer = at.outer()
     term = outer.theta
     total = term.clone()
-    for index, batch in enumerate(sample.factors):
+    factors = sample.factors
+    for index in range(sample.products):
+        batch = stage.inner_batch() if isinstance(factors, int) else factors[index]
         # A point of its own: its graph is let go before the next factor's is made.
         term = term - phi * stage.point([batch], None, sample.seed + 2 + index).hvp(term)
         if sample.terms is None:
             total += term
     x = phi * total if sample.terms is None else sample.terms * phi * term
     # (I - phi H) never lengthens a vector when 0 <= H <= 2 / phi. Written so that nan counts as growth.
-    grew = bool(sample.factors) and not float(term.norm()) <= 1.001 * float(outer.theta.norm())
+    grew = sample.products > 0 and not float(term.norm()) <= 1.001 * float(outer.theta.norm())
     leaves = [f - c for f, c in zip(outer.v, at.cross(x), strict=True)]
     return Estimate(outer.value, leaves, grew)
 

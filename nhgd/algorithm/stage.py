@@ -6,6 +6,7 @@ An algorithm says who moves when; how a step is taken, recorded, projected and c
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from nhgd.variable import Variable
 
 OptimizerFactory: TypeAlias = "Callable[[list[Tensor]], Optimizer] | type[Optimizer] | Optimizer"
 Projection: TypeAlias = "float | tuple[float, float] | Callable[[Any], Any] | None"
+RECENT = 64
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,16 @@ class Mover:
             self.optimizer: Optimizer = SGD(leaves, lr=lr) if optimizer is None else optimizer(leaves, lr=lr)
         elif isinstance(optimizer, Optimizer):
             self.optimizer = optimizer
-        else:
+        elif callable(optimizer):
             self.optimizer = optimizer(leaves)
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        if held != {id(leaf) for leaf in leaves}:
+        else:
+            raise InputError(
+                f"{level}_optimizer must be a torch optimiser, its class, or a function of the parameters; got {optimizer!r}."
+            )
+        # A plain tensor is trained through an alias that requires a gradient; an optimiser may hold either of the two.
+        held = {p.data_ptr(): p for group in self.optimizer.param_groups for p in group["params"]}
+        self._targets = [held.get(leaf.data_ptr(), leaf) for leaf in leaves]
+        if set(held) != {leaf.data_ptr() for leaf in leaves}:
             raise InputError(
                 f"The {level} optimiser does not hold exactly the trainable tensors of {variable.role}. Pass a factory, for"
                 f" example {level}_optimizer=lambda params: torch.optim.Adam(params, lr=1e-3)."
@@ -106,13 +114,13 @@ class Mover:
                 f"LBFGS asks for the loss of {self.variable.role} several times a step, which this method cannot tell it there."
                 " Use another optimiser, for example torch.optim.Adam."
             )
-        for leaf in self.variable.leaves:
-            leaf.grad = None
+        for target in self._targets:
+            target.grad = None
 
     def give(self, gradient: Sequence[Tensor]) -> None:
         """Put a gradient where the optimiser looks for it."""
-        for leaf, g in zip(self.variable.leaves, gradient, strict=True):
-            leaf.grad = g.to(leaf.dtype)
+        for target, g in zip(self._targets, gradient, strict=True):
+            target.grad = g.to(target.dtype)
 
 
 class Stage:
@@ -137,7 +145,7 @@ class Stage:
         self.theta = Mover(problem.theta, "inner", settings.inner_optimizer, settings.inner_lr, 0.1)
         self.v = Mover(problem.v, "outer", settings.outer_optimizer, settings.outer_lr, 0.01)
         self.executor = executor
-        self.recent: list[Batch] = []  # this outer step's inner batches, for diagnosis
+        self.recent: deque[Batch] = deque(maxlen=RECENT)  # this outer step's last inner batches, for diagnosis
         self._plain = Recorder(problem, calls=self.calls)
         self.use(inverse)
 
@@ -166,10 +174,13 @@ class Stage:
             return [move(batch, self.problem.theta.device) for batch in self.inner.source]
         return [self.inner_batch() for _ in range(int(count))]
 
-    def gradient(self, batch: Batch, record: bool = True) -> InnerStep:
-        """The inner gradient on a batch, its record handed to the executor when the inverse wants it."""
+    def gradient(self, batch: Batch, record: bool = True, always: bool = False) -> InnerStep:
+        """The inner gradient on a batch, its record handed to the executor when the inverse wants it, or `always`."""
         wanted = (
-            record and self._recording is not None and self.inverse is not None and self.inverse.wants(self.clock.total)
+            record
+            and self._recording is not None
+            and self.inverse is not None
+            and (always or self.inverse.wants(self.clock.total))
         )
         recorder = self._recording if wanted and self._recording is not None else self._plain
         found = recorder.step(batch)
@@ -252,7 +263,7 @@ class Stage:
             return
         if callable(rule):
             with self.problem.theta.view() as theta:
-                rule(theta)
+                _apply(rule, theta)
             return
         leaves = self.problem.theta.leaves
         norm = torch.stack([leaf.norm().to(self.problem.theta.dtype) for leaf in leaves]).norm()
@@ -285,7 +296,7 @@ class Stage:
             return
         if callable(rule):
             with self.problem.v.view() as v:
-                rule(v)
+                _apply(rule, v)
             return
         low, high = rule  # type: ignore[misc]
         for leaf in self.problem.v.leaves:
@@ -294,6 +305,21 @@ class Stage:
     def begin(self) -> None:
         """A new outer step: the inner clock restarts and the executor is told."""
         self.clock.t = 0
-        self.recent = []
+        self.recent.clear()
         if self.inverse is not None:
             self.executor.begin()
+
+
+def _apply(rule: Callable[[Any], Any], given: Any) -> None:
+    """A projection of the user's own: it changes what it is given in place, or returns what to put there."""
+    found = rule(given)
+    if isinstance(found, Tensor) and isinstance(given, Tensor):
+        given.copy_(found)
+    elif isinstance(found, dict) and isinstance(given, dict):
+        for name, tensor in found.items():
+            given[name].copy_(tensor)
+    elif found is not None and found is not given:
+        raise InputError(
+            f"A projection must change what it is given in place or return the like of it; it returned a"
+            f" {type(found).__name__}."
+        )

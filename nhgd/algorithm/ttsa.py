@@ -89,9 +89,9 @@ class TTSA(AbstractAlgorithm):
     def step(self, stage: Stage, state: TTSAState) -> tuple[TTSAState, StepInfo]:
         """One iteration."""
         loss = stage.inner_step()
-        sample = draw(stage, self.estimator, self.products(stage.clock.k))
+        sample = draw(stage, self.estimator, self.products(stage.clock.k), hold=False)
         found, phi = scaled(stage, sample, self.phi, state.phi)
         norm = stage.move_v(found.leaves)
         stage.recent.clear()  # many batches, and none of them bad
-        notes = {"products": len(sample.factors), "phi": phi}
+        notes = {"products": sample.products, "phi": phi}
         return TTSAState(phi), StepInfo(float(found.value), float(loss), norm, notes=notes)

@@ -92,7 +92,16 @@ class Stream:
         self.name = name
         self.device = device
         self.passes = 0
+        self.last: Batch = None
         self._walk: Iterator[Batch] | None = None
+
+    def peek(self) -> Batch:
+        """The first batch of a pass; the walk and torch's generator stay where they are."""
+        before = torch.get_rng_state()
+        try:
+            return Stream(self.source, self.name, self.device).next()
+        finally:
+            torch.set_rng_state(before)
 
     def next(self) -> Batch:
         """The next batch; a new pass begins when one ends."""
@@ -101,7 +110,8 @@ class Stream:
                 self._walk = iter(self.source)
                 self.passes += 1
             for batch in self._walk:
-                return move(batch, self.device)
+                self.last = move(batch, self.device)
+                return self.last
             self._walk = None
         raise InputError(f"{self.name} yields no batch. Give it at least one, for example [(x, y)].")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
-from nhgd.errors import InputError
+from nhgd.errors import InputError, counted, positive
 from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.inverse.damping import resolve_damping
 from nhgd.inverse.state import State
@@ -46,6 +47,8 @@ class FisherDiagonal(AbstractInverse):
             sample observed counts the same.
         fisher: "empirical", "exact" (expectation over the model's own labels) or "sampled".
         dtype: of the statistics; None: theta's, at least float32.
+        factor_every: inner steps from one record to the next.
+        overhead: the share of an inner step's time that records may take; `with_periods` turns it into the period.
 
     >>> FisherDiagonal(beta=None).records
     'layer'
@@ -63,9 +66,27 @@ class FisherDiagonal(AbstractInverse):
     beta: float | None = 0.95
     fisher: FisherKind = "empirical"
     dtype: torch.dtype | None = None
+    factor_every: int = 1
+    overhead: float | None = None
 
     def __post_init__(self) -> None:
         check_statistics("FisherDiagonal", self.damping, self.beta, self.fisher, self.dtype)
+        counted("FisherDiagonal", factor_every=self.factor_every)
+        if self.overhead is not None:
+            positive("FisherDiagonal", overhead=self.overhead)
+
+    def wants(self, step: int) -> bool:
+        """Every `factor_every`-th step."""
+        return step % self.factor_every == 0
+
+    def with_periods(self, inner_seconds: float, factor_seconds: float, invert_seconds: float = 0.0) -> FisherDiagonal:
+        """A copy whose period keeps within `overhead`, which is then None; there is nothing to invert."""
+        if self.overhead is None:
+            raise InputError(
+                "FisherDiagonal: with_periods needs overhead, the share of an inner step that may be spent."
+            )
+        every = max(1, ceil(factor_seconds / (self.overhead * inner_seconds)))
+        return replace(self, factor_every=every, overhead=None)
 
     @property
     def records(self) -> RecordKind | None:

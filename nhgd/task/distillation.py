@@ -225,12 +225,11 @@ class Distillation(AbstractTask):
         def pictures(folder: Path) -> list[Path]:
             return [write_png(folder / "images.png", page(v.detach(), self.per_class, sets.shape))]
 
-        smooth = self.outer == "adam"
         solver = {
             "inner_steps": self.inner_steps or 20,
             "inner_lr": 0.5 / largest_curvature(v) if self.inner_lr is None else self.inner_lr,
             "outer_lr": Decay(self.outer_lr),
-            "outer_optimizer": torch.optim.Adam if smooth else None,
+            "outer_optimizer": torch.optim.Adam if self.outer == "adam" else None,
             "metrics_every": 10,
         }
         tol = 1e-4 if self.dtype == "float32" else 1e-8
