@@ -45,6 +45,8 @@ def solved(
     **settings: Any,
 ) -> dict[str, Any]:
     """One run, its numbers at the end and some on the way."""
+    if task.threads is not None and device.type == "cpu":  # as the command line does
+        torch.set_num_threads(task.threads)
     synchronise(device)
     started = time.perf_counter()
     instance = task.build(seed, device)

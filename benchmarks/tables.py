@@ -1,4 +1,4 @@
-"""Write the tables of docs/choosing.md from the JSON beside them: python -m benchmarks.tables"""
+"""Write the tables of docs/choosing.md and docs/pde.md from the JSON beside them: python -m benchmarks.tables"""
 
 from __future__ import annotations
 
@@ -27,16 +27,44 @@ def cost(result: dict) -> str:
     return "\n".join(lines)
 
 
+def pde(result: dict) -> str:
+    lines = [
+        "| method | outer steps | seconds | ms an outer step | true objective, grid | true objective | by the network"
+        " | inner loss | at fresh points |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for run in result["runs"]:
+        found = run["metrics"]
+        seeds = f", seed {run['seed']}" if any(other["seed"] for other in result["runs"]) else ""
+        lines.append(
+            f"| {run['label']}{seeds} | {run['steps']} | {run['preparation_seconds'] + run['seconds']:.0f}"
+            f" | {run['milliseconds_a_step']:.0f} | {found['true_objective_grid']:.4f} | {found['true_objective']:.4f}"
+            f" | {found['objective_net']:.4f} | {found['inner_loss']:.0e} | {found['fresh_loss']:.0e} |"
+        )
+    return "\n".join(lines)
+
+
 def filled(page: str, name: str, table: str) -> str:
     pattern = rf"<!-- table: {name} -->\n(?:\n\|[^\n]*(?:\n\|[^\n]*)*\n)?"
     return re.sub(pattern, f"<!-- table: {name} -->\n\n{table}\n", page)
 
 
+def read(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks/results" / name).read_text(encoding="utf-8"))
+
+
 def main() -> None:
-    result = json.loads((ROOT / "benchmarks/results/cleaning-inverses-h200.json").read_text(encoding="utf-8"))
-    page = ROOT / "docs/choosing.md"
-    text = page.read_text(encoding="utf-8")
-    page.write_text(filled(filled(text, "errors", errors(result)), "cost", cost(result)), encoding="utf-8")
+    cleaning = read("cleaning-inverses-h200.json")
+    pages = {
+        "docs/choosing.md": {"errors": errors(cleaning), "cost": cost(cleaning)},
+        "docs/pde.md": {"pde": pde(read("pde-h200.json")), "pde-quick": pde(read("pde-quick-cpu.json"))},
+    }
+    for name, tables in pages.items():
+        page = ROOT / name
+        text = page.read_text(encoding="utf-8")
+        for mark, table in tables.items():
+            text = filled(text, mark, table)
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

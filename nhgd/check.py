@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -206,6 +206,7 @@ def _row(
 class _Restarted(AbstractInverse):
     """Preconditioned CG to the end: begun again from where it stood until the true residual falls no further."""
 
+    name: ClassVar[str] = "preconditioned conjugate gradients"
     inverse: AbstractInverse
     tol: float = 1e-10
 

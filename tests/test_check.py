@@ -197,5 +197,21 @@ def test_plans_hold_within_a_factor_of_three(name):
     assert planned / 3 <= measured <= 3 * planned + base
 
 
+@pytest.mark.parametrize("dense_below", [0, 500])
+def test_a_saddle_is_told_from_a_minimum(dense_below):
+    """(theta^2 - 1)^2 bends downwards at 0.1, whichever way the reference is made."""
+    theta = torch.full((3,), 0.1, dtype=torch.float64)
+    problem = nhgd.Bilevel(
+        lambda theta, v, x: (x * (theta.square() - 1).square() + v * theta).sum(1),
+        lambda theta, v, x: theta.sum(),
+        theta,
+        torch.zeros(3, dtype=torch.float64),
+    )
+    x = torch.tensor([[1.0, 1.0, 1.0], [1.0, 2.0, 1.0]], dtype=torch.float64)
+    report = nhgd.check(problem, x, x, inverses=["identity"], dense_below=dense_below)
+    assert not report.reference["positive_definite"]
+    assert any("not positive definite" in sentence for sentence in report.advice)
+
+
 def test_readable():
     assert [readable(n) for n in (5, 1500, 2_000_000, 3 * 10**12)] == ["5 B", "1.5 kB", "2.0 MB", "3.0 TB"]

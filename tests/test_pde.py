@@ -405,6 +405,10 @@ class TestTask:
         assert instance.algorithm().inner == "optimizer"
         assert instance.start().run(steps=2).stats["oracle_calls"]["inner_gradients"] == 2 * 52
 
+    def test_a_small_net_wants_one_thread(self):
+        assert PDE.preset("quick").threads == 1
+        assert PDE().threads is None
+
     def test_pictures(self, tmp_path):
         pytest.importorskip("matplotlib")
         drawn = TINY.build(0, CPU).pictures(tmp_path)

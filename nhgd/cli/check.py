@@ -10,7 +10,18 @@ import typer
 
 import nhgd
 from nhgd import task as tasks
-from nhgd.cli.options import Changes, DataFolder, Device, Json, Preset, Seed, Task, checked_seed, device_called
+from nhgd.cli.options import (
+    Changes,
+    DataFolder,
+    Device,
+    Json,
+    Preset,
+    Seed,
+    Task,
+    checked_seed,
+    device_called,
+    keep_to_threads,
+)
 from nhgd.cli.output import console, number, print_json, table
 from nhgd.cli.settings import for_inverses, for_task, parse
 from nhgd.errors import InputError
@@ -44,7 +55,9 @@ def check(
         asked = {"dtype": "float64"} | asked  # an exact reference needs the digits
     chosen, rest = for_task(named, asked)
     compared = for_inverses(chosen, {name: resolve(name) for name in names}, rest)
-    instance = chosen.build(checked_seed(seed), device_called(device), data)
+    where = device_called(device)
+    keep_to_threads(chosen.threads, where)
+    instance = chosen.build(checked_seed(seed), where, data)
     instance.solve_inner()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -48,6 +48,12 @@ def device_called(name: str) -> torch.device:
     return torch.device(name)
 
 
+def keep_to_threads(threads: int | None, device: torch.device) -> None:
+    """Let torch take no more CPU threads than suit the work; how many is no matter of the machine's load, so runs repeat."""
+    if threads is not None and device.type == "cpu":
+        torch.set_num_threads(min(threads, torch.get_num_threads()))
+
+
 def checked_seed(seed: int) -> int:
     """A seed that every generator takes."""
     if not 0 <= seed < 2**63:

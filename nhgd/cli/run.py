@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,19 @@ import typer
 
 from nhgd import task as tasks
 from nhgd.algorithm import AbstractAlgorithm
-from nhgd.cli.options import Changes, DataFolder, Device, Json, Out, Preset, Seed, Task, checked_seed, device_called
+from nhgd.cli.options import (
+    Changes,
+    DataFolder,
+    Device,
+    Json,
+    Out,
+    Preset,
+    Seed,
+    Task,
+    checked_seed,
+    device_called,
+    keep_to_threads,
+)
 from nhgd.cli.output import Folder, check_folder, console, folder, jsonable, number, print_json, table
 from nhgd.cli.settings import for_run, for_task, parse
 from nhgd.errors import InputError
@@ -50,7 +63,10 @@ def run(
     where = device_called(device)
     executor = resolve_execution(execution)
     chosen, rest = for_task(tasks.resolve(task, preset), parse(changes))
+    keep_to_threads(chosen.threads, where)
+    began = time.perf_counter()
     instance = chosen.build(checked_seed(seed), where, data)
+    preparation = time.perf_counter() - began
     method, algorithm, printed = _method(task, preset, method, instance)
     _refuse_idle(parse(changes), instance.method_settings, algorithm)
     settings, algorithm = for_run(chosen, algorithm, rest)
@@ -70,6 +86,7 @@ def run(
                 "execution": solution.stats["execution"],
                 "steps": solution.stats["steps"],
                 "seconds": solution.stats["seconds"],
+                "preparation_seconds": preparation,
                 "result": solution.result,
                 "initial": {"outer_loss": solution.history[0]["outer_loss"]},
                 "metrics": instance.summary(solution),
@@ -128,6 +145,7 @@ def _tell(answer: dict[str, Any], written: list[str]) -> None:
     listed = table(f"{answer['task']} by {answer['method']}, seed {answer['seed']}, on {answer['device']}", "", "value")
     listed.add_row("outer steps", f"{answer['steps']} (stopped by {answer['result']})")
     listed.add_row("seconds", number(answer["seconds"], ".3g"))
+    listed.add_row("seconds before the first step", number(answer["preparation_seconds"], ".3g"))
     listed.add_row("outer loss, first", number(answer["initial"]["outer_loss"]))
     for name, value in answer["metrics"].items():
         listed.add_row(name.replace("_", " "), number(value))

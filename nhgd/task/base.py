@@ -89,6 +89,11 @@ class AbstractTask(ABC):
     name: ClassVar[str]
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"default": {}}
 
+    @property
+    def threads(self) -> int | None:
+        """How many CPU threads suit it, which the command line keeps to; None: as many as torch takes."""
+        return None
+
     @abstractmethod
     def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
         """Make the data and the problem. `data` is the folder the user named, if any."""

@@ -145,6 +145,12 @@ class PDE(AbstractTask):
             if getattr(self, name) not in known:
                 raise unknown(f"{name} of pde", getattr(self, name), known)
 
+    @property
+    def threads(self) -> int | None:
+        """One where the net is small: its arrays are not worth sharing, and threads that wait for a busy core spin."""
+        points = self.interior + 4 * self.side + self.initial
+        return 1 if points * self.width < 50_000 else None
+
     def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
         """Draw the points, make the networks and train the state for the first control."""
         self.refuse_data(data)
