@@ -268,11 +268,11 @@ class Solver:
                     if level == "inner":
                         self.problem.check_finite(self.problem.losses(batch))
                     elif batch is not None and not bool(torch.isfinite(self.problem.outer_value(batch))):
-                        return InputError(f"Outer step {step}: the outer loss is not finite where this step began.")
+                        error = NonFiniteError("the outer loss")
         except InputError as bad_loss:
-            return InputError(f"Outer step {step}: {bad_loss}")
+            error = NonFiniteError(str(bad_loss))
         said = str(error)
-        what = said if said.endswith(".") else f"{said} became non-finite."
+        what = f"numbers became non-finite. {said}" if said.endswith(".") else f"{said} became non-finite."
         return NonFiniteError(
             f"Outer step {step}: {what} theta and v were put back to where this step began. Lower inner_lr or outer_lr, add"
             " l2, or project theta (project=R)."

@@ -394,7 +394,7 @@ def test_a_loss_that_turns_bad_is_named_with_its_sample():
         return nhgd.Losses(values)
 
     instance.problem.inner = turning
-    with pytest.raises(nhgd.InputError, match=r"Outer step \d: The inner loss is .* for sample 7 of the batch"):
+    with pytest.raises(nhgd.NonFiniteError, match=r"Outer step \d: .* The inner loss is .* for sample 7 of the batch"):
         solver(instance, method="aid-identity").run(steps=5)
 
 

@@ -81,7 +81,12 @@ class BSA(AbstractAlgorithm):
         if not self.warm_start:
             stage.problem.theta.assign(state.theta)
         count = self.inner_steps(stage.settings.inner_steps, stage.clock.k)
-        losses = [stage.inner_step() for _ in range(count)]
+        losses = []
+        for _ in range(count):
+            losses.append(stage.inner_step())
+            # Only the latest batches are kept for diagnosis: the loops grow without bound, and memory must not.
+            while len(stage.recent) > stage.settings.inner_steps:
+                stage.recent.popleft()
         sample = draw(stage, self.estimator, self.K - 1)
         found, phi = scaled(stage, sample, self.phi, state.phi)
         norm = stage.move_v(found.leaves)
