@@ -42,8 +42,13 @@ def run(task: Distillation, seed: int, device: torch.device, data: str, budget: 
     return found
 
 
-def median(rows: list[dict[str, Any]], key: str) -> float:
-    return statistics.median(row[key] for row in rows)
+def medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = []
+    for n in sorted({row["per_class"] for row in rows}):
+        mine = [row for row in rows if row["per_class"] == n]
+        keys = ("steps", "test_accuracy", "other_test_accuracy", "random_test_accuracy")
+        found.append({"per_class": n} | {key: statistics.median(row[key] for row in mine) for key in keys})
+    return found
 
 
 def main() -> None:
@@ -60,28 +65,19 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     task = Distillation.preset(options.preset)
-    rows = [
-        run(task.with_settings({"per_class": n}), seed, device, options.data, options.budget)
-        for n in options.per_class
-        for seed in range(options.seeds)
-    ]
     sizes = " ".join(map(str, options.per_class))
-    result = {
-        "command": f"python -m benchmarks.distillation DATA_DIR OUT --per-class {sizes} --seeds {options.seeds}"
-        f" --budget {options.budget} --preset {options.preset} --device {options.device} --threads {options.threads}",
-        "environment": environment(device),
-        "task": asdict(task),
-        "medians": [
-            {"per_class": n}
-            | {
-                key: median([row for row in rows if row["per_class"] == n], key)
-                for key in ("steps", "test_accuracy", "other_test_accuracy", "random_test_accuracy")
-            }
-            for n in options.per_class
-        ],
-        "rows": rows,
-    }
-    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    command = (
+        f"python -m benchmarks.distillation DATA_DIR OUT --per-class {sizes} --seeds {options.seeds}"
+        f" --budget {options.budget} --preset {options.preset} --device {options.device} --threads {options.threads}"
+    )
+    head = {"command": command, "environment": environment(device), "task": asdict(task)}
+    rows: list[dict[str, Any]] = []
+    for n in options.per_class:
+        for seed in range(options.seeds):
+            rows.append(run(task.with_settings({"per_class": n}), seed, device, options.data, options.budget))
+            # After each run, because all of them take long.
+            result = head | {"medians": medians(rows), "rows": rows}
+            options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
