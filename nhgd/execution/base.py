@@ -48,6 +48,10 @@ class AbstractExecutor(ABC):
         """The state now, and how many submitted records it does not contain yet."""
 
     @abstractmethod
+    def restore(self, state: Any) -> None:
+        """Go on from a state that `snapshot` gave, after `start` and with nothing outstanding; the executor owns it now."""
+
+    @abstractmethod
     def drain(self) -> None:
         """Wait until the state contains every submitted record."""
 

@@ -33,6 +33,10 @@ class Inline(AbstractExecutor):
         """The state; it never lags."""
         return self._state, 0
 
+    def restore(self, state: Any) -> None:
+        """Go on from this state."""
+        self._state = state
+
     def drain(self) -> None:
         """Nothing is ever outstanding."""
 
