@@ -8,7 +8,8 @@ back by K further backward passes; a record then holds K rows for each sample.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -107,6 +108,41 @@ class LayerStatistics:
 
 
 InnerRecord: TypeAlias = BatchGradient | PerSampleGradients | LayerStatistics
+
+
+def mapped(record: InnerRecord, function: Callable[[Tensor], Tensor]) -> InnerRecord:
+    """The same record with `function` applied to every tensor it holds, in the order of `tensors`."""
+    if isinstance(record, BatchGradient):
+        row = None if record.row is None else function(record.row)
+        return replace(record, row=row, raw=function(record.raw))
+    if isinstance(record, PerSampleGradients):
+        return replace(record, rows=function(record.rows))
+    return replace(
+        record,
+        layers=tuple(
+            replace(
+                layer,
+                raw_inputs=tuple(map(function, layer.raw_inputs)),
+                raw_scores=tuple(tuple(map(function, call)) for call in layer.raw_scores),
+                scale=function(layer.scale),
+            )
+            for layer in record.layers
+        ),
+        other_rows=None if record.other_rows is None else function(record.other_rows),
+        weights=None if record.weights is None else function(record.weights),
+    )
+
+
+def tensors(record: InnerRecord) -> Iterator[Tensor]:
+    """Every tensor of a record."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(record, note)
+    return iter(found)
 
 
 @dataclass(frozen=True)

@@ -76,10 +76,8 @@ class AID(AbstractAlgorithm):
         if not self.warm_start:
             stage.problem.theta.assign(state.theta)
         losses = [stage.inner_step() for _ in range(stage.settings.inner_steps)]
-        stage.executor.drain()
-        curvature, lag = stage.executor.snapshot()
+        inverse, curvature, lag = stage.curvature()
         at = stage.point(stage.inner_batches(self.batches), stage.outer.next())
-        inverse = self.inverse if stage.inverse is None else stage.inverse
         found = implicit(at, inverse, curvature, state.adjoint if self.warm_solve else None)
         norm = stage.move_v(found.leaves)
         info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, lag, {"residual": found.stats.residual})

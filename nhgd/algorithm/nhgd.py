@@ -161,14 +161,13 @@ class NHGD(AbstractAlgorithm):
         if self.observe == "end":
             for batch in batches:
                 stage.gradient(batch, always=True)
-        stage.executor.drain()
-        curvature, lag = stage.executor.snapshot()
+        solving, curvature, lag = stage.curvature()
         at = stage.point(batches, stage.outer.next())
 
         def along(x: Tensor) -> list[Tensor]:
             return trajectory_cross(stage, visits, x)
 
-        found = implicit(at, inverse, curvature, state.adjoint, along if self.cross == "trajectory" else None)
+        found = implicit(at, solving, curvature, state.adjoint, along if self.cross == "trajectory" else None)
         norm = stage.move_v(found.leaves)
         notes = {"inverse": inverse.name, "residual": found.stats.residual}
         if state.marquardt is not None:

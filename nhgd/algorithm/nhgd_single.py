@@ -96,11 +96,8 @@ class NHGDSingle(AbstractAlgorithm):
 
     def step(self, stage: Stage, state: NHGDSingleState) -> tuple[NHGDSingleState, StepInfo]:
         """One iteration."""
-        inverse = stage.inverse
-        assert inverse is not None
         loss = stage.inner_step()
-        stage.executor.drain()
-        curvature, lag = stage.executor.snapshot()
+        inverse, curvature, lag = stage.curvature()
         at = stage.point(stage.inner_batches(self.batches), stage.outer.next())
         found = implicit(at, inverse, curvature, state.adjoint)
         norm = stage.move_v(found.leaves)

@@ -19,7 +19,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import Stream
 from nhgd.errors import InputError, NonFiniteError, positive
-from nhgd.execution.base import AbstractExecutor
+from nhgd.execution.base import AbstractExecutor, Curvature
 from nhgd.inverse.base import AbstractInverse
 from nhgd.point import OracleCalls, Point
 from nhgd.problem import Bilevel
@@ -157,6 +157,10 @@ class Stage:
             self.executor.start(inverse, self.problem.theta)
             if inverse.records is not None:
                 self._recording = Recorder(self.problem, inverse.records, inverse.fisher, self.calls)
+
+    def curvature(self) -> Curvature:
+        """The inverse to solve with, its state, and how many records that lacks."""
+        return self.executor.curvature()
 
     def seed(self) -> int:
         """A fresh seed for a pass that will be replayed."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+from nhgd.errors import InputError
 from nhgd.inverse.base import AbstractInverse
 from nhgd.record import InnerRecord
 from nhgd.variable import Variable
@@ -13,22 +14,76 @@ from nhgd.variable import Variable
 
 @dataclass
 class Traffic:
-    """What an executor did: processes taking part, bytes sent, seconds the inner loop waited for it."""
+    """What an executor did so far.
+
+    Attributes:
+        processes: how many take part.
+        records: how many were handed over.
+        bytes_sent: between devices or processes.
+        curvature_seconds: spent keeping the curvature, wherever that is.
+        waited_seconds: for which the inner loop stood still because of it.
+        largest_lag: the most records that were ever outstanding after one was handed over.
+    """
 
     processes: int = 1
+    records: int = 0
     bytes_sent: int = 0
+    curvature_seconds: float = 0.0
     waited_seconds: float = 0.0
+    largest_lag: int = 0
+
+    @property
+    def overlap(self) -> float:
+        """The part of the curvature's time that the inner loop did not wait for, between 0 and 1."""
+        if self.curvature_seconds <= 0:
+            return 0.0
+        return min(1.0, max(0.0, 1 - self.waited_seconds / self.curvature_seconds))
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """What was done between two readings."""
+        return Traffic(
+            self.processes,
+            self.records - earlier.records,
+            self.bytes_sent - earlier.bytes_sent,
+            self.curvature_seconds - earlier.curvature_seconds,
+            self.waited_seconds - earlier.waited_seconds,
+            self.largest_lag,
+        )
+
+
+class Curvature(NamedTuple):
+    """What an algorithm solves with: the inverse, its state, and how many submitted records that lacks."""
+
+    inverse: AbstractInverse
+    state: Any
+    lag: int
 
 
 class AbstractExecutor(ABC):
     """Takes the records of the inner steps and keeps the state of an inverse.
 
     Every backend must give, once drained, the state that `Inline` gives.
+
+    Args:
+        max_lag: how many records may be outstanding before `submit` waits; 0: it waits for each. None: the backend's own.
+        stale: whether an outer step takes the state as it stands when the inner loop ends, records outstanding; by
+            default it waits for them, so that the result is that of the inline run.
     """
 
     name: ClassVar[str]
+    beside: ClassVar[bool] = True  # whether curvature is kept beside the inner loop, so that there can be a lag
+    usual_lag: ClassVar[int] = 8
 
-    def __init__(self) -> None:
+    def __init__(self, max_lag: int | None = None, stale: bool = False) -> None:
+        if max_lag is not None and (not isinstance(max_lag, int) or isinstance(max_lag, bool) or max_lag < 0):
+            raise InputError(f"max_lag must be a whole number of at least 0, got {max_lag!r}.")
+        if not self.beside and (max_lag or stale):
+            raise InputError(
+                f"{self.name} execution folds every record in at once, so it has no lag to bound. Leave max_lag and stale"
+                " away, or use execution='thread'."
+            )
+        self.max_lag = self.usual_lag if max_lag is None else max_lag
+        self.stale = stale
         self.traffic = Traffic()
 
     @abstractmethod
@@ -41,7 +96,7 @@ class AbstractExecutor(ABC):
 
     @abstractmethod
     def submit(self, record: InnerRecord) -> None:
-        """Hand over the record of an inner step."""
+        """Hand over the record of an inner step; waits only while `max_lag` records are outstanding."""
 
     @abstractmethod
     def snapshot(self) -> tuple[Any, int]:
@@ -58,6 +113,22 @@ class AbstractExecutor(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of threads, streams and peers."""
+
+    @property
+    @abstractmethod
+    def solving(self) -> AbstractInverse:
+        """The inverse that solves with what `snapshot` gives: the one that was started, or its stand-in here."""
+
+    def curvature(self) -> Curvature:
+        """What an outer step solves with: everything submitted, unless `stale` ones are wanted."""
+        if not self.stale:
+            self.drain()
+        state, lag = self.snapshot()
+        return Curvature(self.solving, state, lag)
+
+    def measured(self) -> Traffic:
+        """What was done so far, as a copy that stays as it is."""
+        return Traffic(**vars(self.traffic))
 
     @classmethod
     def summary(cls) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
-from nhgd.execution.base import AbstractExecutor
+from nhgd.execution.base import AbstractExecutor, Traffic
+from nhgd.execution.stopwatch import Stopwatch
 from nhgd.inverse.base import AbstractInverse
 from nhgd.record import InnerRecord
 from nhgd.variable import Variable
@@ -15,11 +16,13 @@ class Inline(AbstractExecutor):
     """In the inner loop's own thread: each record is folded in before the next inner step."""
 
     name: ClassVar[str] = "inline"
+    beside: ClassVar[bool] = False
 
     def start(self, inverse: AbstractInverse, theta: Variable) -> None:
         """Make the first state."""
         self._inverse = inverse
         self._state: Any = inverse.init(theta)
+        self._busy = Stopwatch(theta.device)
 
     def begin(self) -> None:
         """Tell the inverse that a new outer step begins."""
@@ -27,14 +30,16 @@ class Inline(AbstractExecutor):
 
     def submit(self, record: InnerRecord) -> None:
         """Fold the record in at once."""
-        self._state = self._inverse.observe(self._state, record)
+        with self._busy.running():
+            self._state = self._inverse.observe(self._state, record)
+        self.traffic.records += 1
 
     def snapshot(self) -> tuple[Any, int]:
         """The state; it never lags."""
         return self._state, 0
 
     def restore(self, state: Any) -> None:
-        """Go on from this state."""
+        """Go on from the state that is given."""
         self._state = state
 
     def drain(self) -> None:
@@ -42,3 +47,15 @@ class Inline(AbstractExecutor):
 
     def close(self) -> None:
         """Nothing to let go of."""
+
+    @property
+    def solving(self) -> AbstractInverse:
+        """The inverse itself."""
+        return self._inverse
+
+    def measured(self) -> Traffic:
+        """What was done so far; the inner loop waited for all of it."""
+        if hasattr(self, "_busy"):
+            self.traffic.curvature_seconds += self._busy.take()
+            self.traffic.waited_seconds = self.traffic.curvature_seconds
+        return super().measured()
