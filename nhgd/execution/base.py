@@ -104,7 +104,12 @@ class AbstractExecutor(ABC):
 
     @abstractmethod
     def restore(self, state: Any) -> None:
-        """Go on from a state that `snapshot` gave, after `start` and with nothing outstanding; the executor owns it now."""
+        """Go on from a state that `keep` gave, here or in another backend, after `start`; the executor owns it now."""
+
+    def keep(self) -> Any:
+        """The state itself, every submitted record in it, for a checkpoint. Where `snapshot` gives a token, it is fetched."""
+        self.drain()
+        return self.snapshot()[0]
 
     @abstractmethod
     def drain(self) -> None:
