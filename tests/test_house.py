@@ -26,6 +26,7 @@ ORDER = """
     errors
     registry schedule memory progress randomness theory
     variable data likelihood
+    team
     problem
     point
     one_sample
@@ -34,6 +35,7 @@ ORDER = """
     inverse
     hypergradients execution
     algorithm
+    checkpoint
     solve
     check plan task
     estimators report
