@@ -101,5 +101,5 @@ class NHGDSingle(AbstractAlgorithm):
         at = stage.point(stage.inner_batches(self.batches), stage.outer.next())
         found = implicit(at, inverse, curvature, state.adjoint)
         norm = stage.move_v(found.leaves)
-        notes = {"inverse": inverse.name, "residual": found.stats.residual}
+        notes = {"inverse": "none" if stage.inverse is None else stage.inverse.name, "residual": found.stats.residual}
         return NHGDSingleState(found.adjoint), StepInfo(found.value, float(loss), norm, lag, notes)

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
-from nhgd.execution.base import AbstractExecutor, Traffic
+import inspect
+from typing import Any
+
+from nhgd.errors import InputError
+from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
+from nhgd.execution.device import Device
 from nhgd.execution.inline import Inline
+from nhgd.execution.stream import Stream
+from nhgd.execution.thread import Thread
 from nhgd.registry import Registry
 
 EXECUTIONS = Registry("execution", AbstractExecutor, list(vars().values()))
 
 
-def resolve(execution: str | AbstractExecutor) -> AbstractExecutor:
-    """An executor from its name, or itself."""
+def resolve(execution: str | AbstractExecutor, **settings: Any) -> AbstractExecutor:
+    """An executor from its name, with settings that are not None; or itself.
+
+    A name may carry a device: "device:cuda:1".
+
+    >>> resolve("thread", max_lag=2).max_lag
+    2
+    """
+    given = {key: value for key, value in settings.items() if value is not None}
     if isinstance(execution, AbstractExecutor):
+        if given:
+            raise InputError(
+                f"{', '.join(given)} belong to the executor: give them to {type(execution).__name__}(...)."
+            )
         return execution
-    made = EXECUTIONS[execution]()
+    name, _, argument = execution.partition(":")
+    kind: Any = EXECUTIONS[name]
+    if argument:
+        given["device"] = argument
+    known = inspect.signature(kind).parameters
+    for key in given:
+        if key not in known:
+            raise InputError(f"{name} execution has no {key}. It has: {', '.join(known) or 'nothing to set'}.")
+    made = kind(**given)
     assert isinstance(made, AbstractExecutor)
     return made
 
 
-__all__ = ["EXECUTIONS", "AbstractExecutor", "Inline", "Traffic", "resolve"]
+__all__ = ["EXECUTIONS", "AbstractExecutor", "Curvature", "Device", "Inline", "Stream", "Thread", "Traffic", "resolve"]

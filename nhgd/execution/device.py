@@ -1,0 +1,149 @@
+"""Curvature kept on a second device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor
+
+from nhgd.errors import InputError
+from nhgd.execution.beside import AbstractBeside
+from nhgd.execution.elsewhere import learner, solve_there, standing_in
+from nhgd.execution.stopwatch import Stopwatch
+from nhgd.inverse.base import AbstractInverse, SolveStats
+from nhgd.record import InnerRecord, mapped
+from nhgd.variable import Variable
+
+
+@final
+class Device(AbstractBeside):
+    """On a second device: records go there one way, and at the end of the inner loop u goes and x comes back.
+
+    The state never travels. Copies between two GPUs go directly where one can reach the other's memory and through pinned
+    memory of the host where not; they run on streams of their own, so that the inner loop does not wait for them.
+
+    Args:
+        device: where the curvature is kept, such as "cuda:1" or "cpu"; None: the next GPU after theta's.
+        max_lag: how many records may be outstanding before an inner step waits; default 8.
+        stale: take the curvature as it stands when the inner loop ends, instead of waiting for the outstanding records.
+
+    >>> Device("cpu").name
+    'device'
+    """
+
+    name: ClassVar[str] = "device"
+
+    def __init__(
+        self, device: str | torch.device | None = None, max_lag: int | None = None, stale: bool = False
+    ) -> None:
+        super().__init__(max_lag, stale)
+        try:
+            self.device = None if device is None else torch.device(device)
+        except RuntimeError:
+            raise InputError(f"There is no device called {device!r}. Use for example cuda:1 or cpu.") from None
+        if self.device is not None and self.device.type == "cuda":
+            count = torch.cuda.device_count()
+            if (self.device.index or 0) >= count:
+                raise InputError(f"There is no device {self.device}: this machine has {count} CUDA device(s).")
+
+    def _prepare(self, theta: Variable) -> None:
+        self._home = theta.device
+        if self.device is None:
+            if theta.device.type != "cuda" or torch.cuda.device_count() < 2:
+                raise InputError(
+                    "device execution keeps curvature on a second GPU, and there is none. Name another device, as in"
+                    " execution='device:cpu', or use stream or thread."
+                )
+            self.device = torch.device("cuda", ((theta.device.index or 0) + 1) % torch.cuda.device_count())
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._busy = Stopwatch(self.device)
+        # One stream on each GPU: copies leave on the home's, work is done on the other's.
+        self._leaving = torch.cuda.Stream(self._home) if self._home.type == "cuda" else None
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def _first(self, inverse: AbstractInverse, theta: Variable) -> Any:
+        # Of theta only names, sizes, dtype and device matter, so the first state is made on the device itself.
+        leaves = {
+            name: torch.zeros_like(leaf, device=self.device)
+            for name, leaf in zip(theta.names, theta.leaves, strict=True)
+        }
+        with self._there():
+            return inverse.init(Variable(leaves, "theta"))
+
+    def _mark(self) -> Callable[[], None]:
+        if self._leaving is None:
+            return lambda: None
+        leaving = self._leaving
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._home))
+        return lambda: leaving.wait_event(event)
+
+    def _received(self, record: InnerRecord) -> InnerRecord:
+        return mapped(record, self._moved)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """A tensor of the home device, on the other one, ready for its stream."""
+        assert self.device is not None
+        self.traffic.bytes_sent += tensor.numel() * tensor.element_size()
+        if tensor.device == self.device:
+            if self._side is None:
+                return tensor
+            return self._shared(tensor)
+        if self._leaving is None:
+            found = tensor.pin_memory() if self._side is not None else tensor
+            return found.to(self.device, non_blocking=True)
+        tensor.record_stream(self._leaving)
+        if self._side is not None and torch.cuda.can_device_access_peer(self.device, self._home):
+            with torch.cuda.stream(self._leaving):
+                return tensor.to(self.device, non_blocking=True)
+        with torch.cuda.device(self._home), torch.cuda.stream(self._leaving):
+            staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        if self._side is None:
+            event.synchronize()
+            return staged
+        self._side.wait_event(event)
+        return staged.to(self.device, non_blocking=True)
+
+    def _shared(self, tensor: Tensor) -> Tensor:
+        """A tensor of one GPU for two of its streams."""
+        assert self._side is not None
+        assert self._leaving is not None
+        self._side.wait_stream(self._leaving)
+        tensor.record_stream(self._side)
+        return tensor
+
+    @contextmanager
+    def _there(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._side is not None:
+                stack.enter_context(torch.cuda.device(self._side.device))
+                stack.enter_context(torch.cuda.stream(self._side))
+            yield
+
+    @property
+    def solving(self) -> AbstractInverse:
+        """A stand-in that solves where the state is."""
+        return standing_in(self._inverse, self._ask)
+
+    def _ask(self, state: Any, u: Tensor, ridge: Tensor) -> tuple[Tensor, SolveStats]:
+        assert self.device is not None
+        self.traffic.bytes_sent += 2 * u.numel() * u.element_size()
+        if self._side is not None and u.device.type == "cuda":
+            self._side.wait_stream(torch.cuda.current_stream(u.device))
+        with self._there():
+            x, stats = solve_there(learner(self._inverse), state, u.to(self.device), ridge.to(self.device))
+            x = x.to(u.device)
+        if self._side is not None and u.device.type == "cuda":
+            torch.cuda.current_stream(u.device).wait_stream(self._side)
+            x.record_stream(torch.cuda.current_stream(u.device))
+        return x, stats
+
+    def restore(self, state: Any) -> None:
+        """Go on from the state that is given, moved to the device."""
+        super().restore(state if state is None or self.device is None else state.to(self.device))
