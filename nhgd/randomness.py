@@ -9,6 +9,31 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
+
+def generators(device: torch.device) -> dict[str, Any]:
+    """Where the global generators of torch (CPU and a CUDA device), NumPy and Python stand: tensors and numbers by name."""
+    numpy: Any = np.random.get_state()  # noqa: NPY002
+    version, python, gauss = random.getstate()
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": torch.from_numpy(numpy[1].astype(np.int64)),
+        "numpy_rest": [int(numpy[2]), int(numpy[3]), float(numpy[4])],
+        "python": torch.tensor(python, dtype=torch.int64),
+        "python_rest": [version, gauss],
+    }
+
+
+def set_generators(state: dict[str, Any], device: torch.device) -> None:
+    """Put the global generators where `generators` found them."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and isinstance(state["cuda"], Tensor):
+        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+    np.random.set_state(("MT19937", state["numpy"].numpy().astype(np.uint32), *state["numpy_rest"]))  # noqa: NPY002
+    version, gauss = state["python_rest"]
+    random.setstate((version, tuple(state["python"].tolist()), gauss))
 
 
 class Randomness:
@@ -19,6 +44,7 @@ class Randomness:
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
+        self._device = device
         self._cuda = device if device.type == "cuda" else None
         caller = self._get()
         try:
@@ -51,3 +77,13 @@ class Randomness:
         finally:
             self._states = self._get()
             self._set(caller)
+
+    def state(self) -> dict[str, Any]:
+        """Where the run's generators stand, as `generators` tells it."""
+        with self.scope():
+            return generators(self._device)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Put the run's generators where they stood."""
+        with self.scope():
+            set_generators(state, self._device)

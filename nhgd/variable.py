@@ -40,11 +40,12 @@ class Variable:
         self.given = given
         self.role = role
         self.root: nn.Module | None = None
+        self._given: Given = given
         self._frozen: dict[str, Tensor] = {}
         if isinstance(given, nn.Module):
-            # torch.compile wraps a module; names and leaves are those of the module inside.
-            self.root = getattr(given, "_orig_mod", given)
-            named = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
+            # torch.compile and DistributedDataParallel wrap a module; names and leaves are those of the module inside.
+            self.root, self._given = _inside(given), _unparalleled(given)
+            named: dict[str, Tensor] = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
         elif isinstance(given, Tensor):
             named = {role: given}
         elif isinstance(given, dict):
@@ -126,7 +127,7 @@ class Variable:
             )
             return
         if tensors is None:
-            yield self.given
+            yield self._given
             return
         try:
             self._put(tensors)
@@ -169,6 +170,16 @@ class Variable:
         """Every buffer of the module, with a copy of its value now."""
         return [] if self.root is None else [(buffer, buffer.clone()) for buffer in self.root.buffers()]
 
+    def named_buffers(self) -> dict[str, Tensor]:
+        """The buffers of the module by name; none for tensors."""
+        return {} if self.root is None else dict(self.root.named_buffers())
+
+    def frozen(self) -> dict[str, Tensor]:
+        """What is not trained, by name."""
+        if self.root is None:
+            return self._frozen
+        return {name: p for name, p in self.root.named_parameters() if not p.requires_grad}
+
     def flatten(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """One vector (D,) from one tensor a leaf; a missing one counts as zeros."""
         parts = [
@@ -203,3 +214,19 @@ class Variable:
             places[name] = slice(start, start + size)
             start += size
         return places
+
+
+def _unparalleled(module: nn.Module) -> nn.Module:
+    """The module without DistributedDataParallel around it: a team sums gradients itself."""
+    while isinstance(module, nn.parallel.DistributedDataParallel):
+        module = module.module
+    return module
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    """The module without anything around it."""
+    while True:
+        inside = getattr(_unparalleled(module), "_orig_mod", _unparalleled(module))
+        if inside is module:
+            return module
+        module = inside

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nhgd.data.batch import Batch, first_bad, move
+from nhgd.data.batch import Batch, fingerprint, first_bad, move
 from nhgd.errors import InputError
+from nhgd.randomness import generators, set_generators
 
 
 class Data:
@@ -85,15 +86,27 @@ def _usable(array: Tensor | np.ndarray[Any, Any]) -> Tensor | np.ndarray[Any, An
 
 
 class Stream:
-    """An endless walk over a re-iterable loader, pass after pass, with batches moved to one device."""
+    """An endless walk over a re-iterable loader, pass after pass, with batches moved to one device.
 
-    def __init__(self, source: Iterable[Batch], name: str, device: torch.device) -> None:
+    Args:
+        source: what is walked over.
+        name: what messages call it.
+        device: where batches go.
+        remember: note where the random generators stand whenever the source may draw from them, so that `position` can
+            tell where the walk is.
+    """
+
+    def __init__(self, source: Iterable[Batch], name: str, device: torch.device, remember: bool = False) -> None:
         self.source = reiterable(source, name)
         self.name = name
         self.device = device
+        self.remember = remember
         self.passes = 0
         self.last: Batch = None
         self._walk: Iterator[Batch] | None = None
+        self._taken = 0
+        self._start: dict[str, Any] | None = None
+        self._before: dict[str, Any] | None = None
 
     def peek(self) -> Batch:
         """The first batch of a pass; the walk and torch's generator stay where they are."""
@@ -107,13 +120,93 @@ class Stream:
         """The next batch; a new pass begins when one ends."""
         for _ in range(2):
             if self._walk is None:
+                self._start = self._drawn_from() if self.remember and self._may_draw else None
                 self._walk = iter(self.source)
+                self._taken = 0
                 self.passes += 1
+            if self.remember and not isinstance(self.source, (Data, list, tuple)):
+                self._before = self._drawn_from()
             for batch in self._walk:
+                self._taken += 1
                 self.last = move(batch, self.device)
                 return self.last
             self._walk = None
         raise InputError(f"{self.name} yields no batch. Give it at least one, for example [(x, y)].")
+
+    @property
+    def _may_draw(self) -> bool:
+        """Whether walking over the source may draw random numbers."""
+        if isinstance(self.source, Data):
+            return self.source.shuffle and self.source.batch < self.source.samples
+        return not isinstance(self.source, (list, tuple))
+
+    def _own(self) -> list[torch.Generator]:
+        """The generators that a DataLoader and its samplers were given, each once."""
+        found: dict[int, torch.Generator] = {}
+        places: list[Any] = [self.source]
+        for place in places:
+            generator = getattr(place, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found[id(generator)] = generator
+            if len(places) < 8:
+                parts = (getattr(place, name, None) for name in ("sampler", "batch_sampler"))
+                places += [part for part in parts if part is not None]
+        return list(found.values())
+
+    def _drawn_from(self) -> dict[str, Any]:
+        return {"global": generators(self.device), "own": [g.get_state() for g in self._own()]}
+
+    def _draw_from(self, state: dict[str, Any]) -> None:
+        set_generators(state["global"], self.device)
+        self._own_to(state["own"])
+
+    def _own_to(self, states: list[Tensor]) -> None:
+        own = self._own()
+        if len(own) != len(states):
+            raise InputError(
+                f"{self.name} had {len(states)} random generator(s) of its own and has {len(own)} now. Give the loader that the"
+                " run began with."
+            )
+        for generator, state in zip(own, states, strict=True):
+            generator.set_state(state)
+
+    def position(self) -> dict[str, Any]:
+        """Where the walk is: enough for `go_to` to walk there again. Needs `remember`."""
+        assert self.remember
+        return {
+            "passes": self.passes,
+            "taken": self._taken,
+            "start": self._start,
+            "before": self._before,
+            "own": [g.get_state() for g in self._own()],
+            "last": None if self.passes == 0 else fingerprint(self.last),
+        }
+
+    def go_to(self, position: dict[str, Any]) -> None:
+        """Walk to a position of an equal source: its pass is begun again and as many batches are passed over.
+
+        The global generators are left wherever this takes them. A source that then gives another batch than it gave
+        before is refused, because the run would go on with other data.
+        """
+        self.passes, self._taken = position["passes"], position["taken"]
+        self._start, self._before = position["start"], position["before"]
+        if self.passes:
+            if self._start is not None:
+                self._draw_from(self._start)
+            self._walk = iter(self.source)
+            batch: Batch = None
+            for i in range(self._taken):
+                if i == self._taken - 1 and self._before is not None:
+                    set_generators(self._before["global"], self.device)
+                batch = next(self._walk, None)
+            self.last = move(batch, self.device)
+            if batch is None or fingerprint(self.last) != position["last"]:
+                raise InputError(
+                    f"{self.name} does not give the batches again that the run was given: the data differ, or their order does"
+                    " not come from torch's, NumPy's or Python's global generator. Give the same data, or use"
+                    f" {self.name}=nhgd.Data(...), which can be walked again."
+                )
+        self._own_to(position["own"])
 
 
 def reiterable(source: Iterable[Batch], name: str) -> Iterable[Batch]:

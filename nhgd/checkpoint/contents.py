@@ -1,0 +1,172 @@
+"""What a checkpoint holds of a run, and how a fresh one is brought to where that run stood."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from nhgd.algorithm.stage import Mover, Stage
+from nhgd.checkpoint.tree import expected
+from nhgd.data.batch import fingerprint
+from nhgd.errors import InputError
+from nhgd.problem import Bilevel
+from nhgd.variable import Variable
+
+
+def curvature(stage: Stage) -> Any:
+    """The state of the inverse with every record in it; None where there is no online inverse."""
+    return None if stage.inverse is None else stage.executor.keep()
+
+
+def of_stage(stage: Stage) -> dict[str, Any]:
+    """Everything that moves in a stage, as a tree; tensors are those of the run itself, not copies."""
+    return {
+        "theta": _of_variable(stage.problem.theta),
+        "v": _of_variable(stage.problem.v),
+        "inner_optimiser": _of_optimiser(stage.theta.optimizer),
+        "outer_optimiser": _of_optimiser(stage.v.optimizer),
+        "curvature": curvature(stage),
+        "clock": dict(vars(stage.clock)),
+        "calls": {f.name: getattr(stage.calls, f.name) for f in fields(stage.calls)},
+        "inner_data": stage.inner.position(),
+        "outer_data": stage.outer.position(),
+    }
+
+
+def into_stage(stage: Stage, saved: dict[str, Any]) -> None:
+    """Bring a fresh stage to where the other stood, but for its streams."""
+    for role, variable in (("theta", stage.problem.theta), ("v", stage.problem.v)):
+        _into_variable(variable, saved[role])
+    for mover, name in ((stage.theta, "inner_optimiser"), (stage.v, "outer_optimiser")):
+        _into_optimiser(mover, saved[name])
+    if stage.inverse is not None:
+        stage.executor.restore(saved["curvature"])
+    for name, value in saved["clock"].items():
+        setattr(stage.clock, name, value)
+    for name, value in saved["calls"].items():
+        setattr(stage.calls, name, value)
+
+
+def classes(stage: Stage, state: Any) -> dict[str, type]:
+    """The classes that the states of this method and of its inverse may hold."""
+    return expected(state, curvature(stage))
+
+
+def portrait(problem: Bilevel) -> dict[str, Any]:
+    """What a problem must have in common with the one that a checkpoint was written for."""
+    return {"device": problem.theta.device.type} | {
+        variable.role: {
+            "leaves": {name: _looks(leaf) for name, leaf in zip(variable.names, variable.leaves, strict=True)},
+            "buffers": {name: _looks(buffer) for name, buffer in variable.named_buffers().items()},
+            "frozen": {name: fingerprint(tensor) for name, tensor in variable.frozen().items()},
+        }
+        for variable in (problem.theta, problem.v)
+    }
+
+
+def check_portrait(path: Path, was: dict[str, Any], problem: Bilevel) -> None:
+    """Refuse a problem with other variables, before anything of it is changed."""
+    now = portrait(problem)
+    if was["device"] != now["device"]:
+        raise InputError(
+            f"{path} was written on {was['device']}, and theta is on {now['device']} now. A run goes on where it began, because"
+            " other devices round otherwise."
+        )
+    for role in ("theta", "v"):
+        for kind, word in (("leaves", ""), ("buffers", "the buffer "), ("frozen", "the frozen ")):
+            then, here = was[role][kind], now[role][kind]
+            for name in {**then, **here}:
+                where = f"{word}{role}" if name == role else f"{word}{role}[{name!r}]"
+                if name not in here:
+                    raise InputError(f"{path} holds {where}, which is missing now. Give the model it was written with.")
+                if name not in then:
+                    raise InputError(f"{path} holds no {where}. Give the model it was written with.")
+                if then[name] != here[name] and kind == "frozen":
+                    raise InputError(f"{where} has other values than when {path} was written. Give the same model.")
+                if then[name] != here[name]:
+                    raise InputError(
+                        f"{where} is {here[name]}, but it was {then[name]} when {path} was written. Give the same model."
+                    )
+
+
+def _looks(tensor: Tensor) -> str:
+    """The dtype and the shape in words.
+
+    >>> _looks(torch.zeros(2, 3))
+    'float32 of shape (2, 3)'
+    """
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def _of_variable(variable: Variable) -> dict[str, Any]:
+    return {
+        "leaves": dict(zip(variable.names, (leaf.detach() for leaf in variable.leaves), strict=True)),
+        "buffers": variable.named_buffers(),
+    }
+
+
+@torch.no_grad()
+def _into_variable(variable: Variable, saved: dict[str, Any]) -> None:
+    for name, leaf in zip(variable.names, variable.leaves, strict=True):
+        leaf.copy_(saved["leaves"][name])
+    for name, buffer in variable.named_buffers().items():
+        buffer.copy_(saved["buffers"][name])
+
+
+def optimisers(stage: Stage) -> dict[str, Any]:
+    """The kinds and the settings of the two optimisers, as they are before the first step, without tensors."""
+    return {
+        level: {"kind": type(mover.optimizer).__name__, "groups": [_plain(g) for g in _groups(mover.optimizer)]}
+        for level, mover in (("inner", stage.theta), ("outer", stage.v))
+    }
+
+
+def check_optimisers(path: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse other optimisers than those the run began with."""
+    for level in ("inner", "outer"):
+        then, here = was[level], now[level]
+        if then["kind"] != here["kind"]:
+            raise InputError(
+                f"The {level} optimiser was {then['kind']} when {path} was written, and is {here['kind']} now. Give the same"
+                f" {level}_optimizer again."
+            )
+        if len(then["groups"]) != len(here["groups"]):
+            raise InputError(
+                f"The {level} optimiser had {len(then['groups'])} groups of parameters when {path} was written, and has"
+                f" {len(here['groups'])} now. Give the same {level}_optimizer again."
+            )
+        for a, b in zip(then["groups"], here["groups"], strict=True):
+            for name in {**a, **b}:
+                if a.get(name) != b.get(name):
+                    raise InputError(
+                        f"The {level} optimiser had {name} = {a.get(name)} when {path} was written, and has {b.get(name)} now."
+                        f" Give the same {level}_optimizer again."
+                    )
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{k: value for k, value in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _of_optimiser(optimizer: Optimizer) -> dict[str, Any]:
+    return {"groups": _groups(optimizer), "state": optimizer.state_dict()["state"]}
+
+
+def _into_optimiser(mover: Mover, saved: dict[str, Any]) -> None:
+    """Go on with the moments and the settings that were saved."""
+    numbered = mover.optimizer.state_dict()["param_groups"]
+    groups = [group | {"params": here["params"]} for group, here in zip(saved["groups"], numbered, strict=True)]
+    mover.optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})

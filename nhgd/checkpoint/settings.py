@@ -1,0 +1,80 @@
+"""The settings of a run in its checkpoint: which are held, which must be given again, and whether they are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nhgd import schedule
+from nhgd.algorithm import ALGORITHMS, AbstractAlgorithm
+from nhgd.algorithm import resolve as resolve_algorithm
+from nhgd.checkpoint.tree import difference, full_name, in_words, is_opaque, pack, unpack
+from nhgd.errors import InputError, unknown
+from nhgd.inverse import INVERSES
+from nhgd.problem import Bilevel
+
+# They change what is said about a run, or where its curvature is kept, but not where it goes.
+FREE = ("execution", "max_lag", "metrics", "metrics_every", "checkpoint_every")
+_WHERE = ("checkpoint",)
+
+
+def own_classes() -> dict[str, type]:
+    """The classes of the house that settings may hold: methods, inverses and schedules."""
+    schedules = [c for c in vars(schedule).values() if isinstance(c, type) and issubclass(c, schedule.Schedule)]
+    return {full_name(c): c for c in (*ALGORITHMS._own.values(), *INVERSES._own.values(), *schedules)}
+
+
+def packed(settings: Mapping[str, Any], algorithm: AbstractAlgorithm) -> dict[str, Any]:
+    """The settings of a solver as JSON, functions and the like noted but not held."""
+    given = {name: value for name, value in settings.items() if name not in _WHERE} | {"method": algorithm}
+    return {name: pack(value, name, {}, opaque=True) for name, value in given.items()}
+
+
+def to_continue(path: Path, stored: Mapping[str, Any], given: Mapping[str, Any], problem: Bilevel) -> dict[str, Any]:
+    """The settings to go on with: those that are given, made sure to be the stored ones, and the stored ones beside."""
+    chosen = dict(given)
+    known = own_classes()
+    for name, value in given.items():
+        if name in _WHERE:
+            continue
+        if name not in stored:
+            raise unknown("setting of a Solver", name, stored)
+        if name in FREE:
+            continue
+        if name == "method":
+            value = resolve_algorithm(value).prepared(problem)
+        found = difference(stored[name], pack(value, name, {}, opaque=True), name)
+        if found is not None:
+            where, was, now = found
+            raise InputError(
+                f"{where} was {in_words(was)} when {path} was written, and {in_words(now)} is given now. A run goes on with the"
+                f" settings it began with: leave {name} away, or give the same."
+            )
+    missing = [name for name, node in stored.items() if name not in given and not _held(node, known)]
+    if missing:
+        raise InputError(
+            f"A checkpoint cannot hold {' and '.join(f'{name} ({_kind(stored[name])})' for name in missing)}. Give the same"
+            f" again: Solver.resume(..., {', '.join(f'{name}=...' for name in missing)})."
+        )
+    for name, node in stored.items():
+        if name not in given:
+            chosen[name] = unpack(node, {}, known, torch.device("cpu"))
+    return chosen
+
+
+def _held(node: Any, known: Mapping[str, type]) -> bool:
+    """Whether a stored setting can be made from what was stored."""
+    if isinstance(node, list):
+        return all(_held(item, known) for item in node)
+    if not isinstance(node, dict):
+        return True
+    if "class" in node and node["class"] not in known:
+        return False
+    return not is_opaque(node) and all(_held(item, known) for item in node.values())
+
+
+def _kind(node: Any) -> str:
+    return in_words(node) if isinstance(node, dict) and "opaque" in node else f"the given {in_words(node)}"
