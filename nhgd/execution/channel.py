@@ -1,0 +1,246 @@
+"""Messages between processes, over point-to-point sends of torch.distributed.
+
+A message is a head of five numbers, and a body if there is one: text in JSON, then the bytes of tensors. Lanes are
+independent of each other and keep their order. A daemon thread for each incoming lane waits for the next message, so that
+the main thread only ever waits in Python, where Ctrl-C and the news of a lost process reach it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nhgd.errors import RunError
+from nhgd.execution.packing import from_bytes, shapes, to_bytes
+from nhgd.execution.pulse import Pulse
+
+HEAD = 5  # numbers: kind, a number of the sender's, bytes of text, of tensors, of tensors on the GPU's own wire
+FOREVER = timedelta(days=1000)  # gloo breaks the whole group when a wait times out, and an idle lane is no fault
+
+
+class Lane(NamedTuple):
+    """One direction between two processes."""
+
+    source: int
+    target: int
+    tag: int
+
+
+@dataclass
+class Message:
+    """What came: its kind, a number, a dict, and tensors; where the text names no tensors, their bytes."""
+
+    kind: int
+    number: int
+    text: dict[str, Any]
+    tensors: list[Tensor]
+    size: int  # bytes of the tensors
+
+
+class Channel:
+    """The lanes of one process.
+
+    Args:
+        group: a gloo process group of everybody, whose waits never time out.
+        rank: of this process in it.
+        pulse: who is alive.
+        device_group: an NCCL group of everybody, for tensors on a GPU, or None.
+    """
+
+    def __init__(self, group: Any, rank: int, pulse: Pulse, device_group: Any = None) -> None:
+        self._group, self._rank, self._pulse, self._device_group = group, rank, pulse, device_group
+        self.changed = threading.Condition()
+        self.inbox: dict[Lane, deque[Message]] = {}
+        self._out: dict[Lane, deque[tuple[int, Any]]] = {}
+        self._threads: list[threading.Thread] = []
+        self._ended = False
+        self.failure: str | None = None
+        self.excused: set[int] = set()  # who has done his part and may leave
+        self._left: set[int] = set()
+        pulse.on_loss(self.fail)
+
+    def listen(self, source: int, tag: int, device: torch.device | None = None) -> Lane:
+        """Receive what another process sends on a lane; bodies on the GPU's own wire come to `device`."""
+        lane = Lane(source, self._rank, tag)
+        self.inbox[lane] = deque()
+        thread = threading.Thread(target=self._receive, args=(lane, device), name=f"nhgd {lane}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return lane
+
+    def send(
+        self,
+        target: int,
+        tag: int,
+        kind: int,
+        text: Any = None,
+        tensors: Sequence[Tensor] = (),
+        number: int = 0,
+        mark: int = 0,
+    ) -> int:
+        """Send a message without waiting for it to arrive; the bytes of its tensors. `mark` is for `arrived`."""
+        content = as_text([text or {}, shapes(tensors)]) if text or tensors else None
+        return self.send_packed(target, tag, kind, number, content, to_bytes(tensors) if tensors else None, mark)
+
+    def send_packed(
+        self,
+        target: int,
+        tag: int,
+        kind: int,
+        number: int = 0,
+        text: Tensor | None = None,
+        data: Tensor | None = None,
+        mark: int = 0,
+    ) -> int:
+        """As `send`, with everything in bytes already, which must not change any more."""
+        lane = Lane(self._rank, target, tag)
+        works = self._out.setdefault(lane, deque())
+        on_device = data is not None and data.is_cuda and self._device_group is not None
+        if data is not None and data.is_cuda and not on_device:
+            data = data.cpu()
+        size = 0 if data is None else data.numel()
+        length = 0 if text is None else text.numel()
+        head = torch.tensor([kind, number, length, 0 if on_device else size, size if on_device else 0])
+        bodies = [head]
+        if text is not None and length:
+            bodies.append(text)
+        if data is not None and size and not on_device:
+            bodies.append(data)
+        try:
+            for body in bodies:
+                works.append((mark, self._group.send([body], target, tag)))
+            if on_device and size:
+                works.append((mark, self._device_group.send([data], target, 0)))
+        except RuntimeError:
+            self._broken(target)
+            self.check()
+        return size
+
+    def arrived(self, target: int, tag: int, mark: int) -> None:
+        """Messages on a lane up to this mark have arrived: let go of their memory."""
+        works = self._out.get(Lane(self._rank, target, tag))
+        while works and works[0][0] <= mark:
+            works.popleft()
+
+    def flush(self, patience: float) -> bool:
+        """Wait until everything sent has arrived, for so many seconds."""
+        works = [work for sent in self._out.values() for _, work in sent]
+        waiting = threading.Thread(target=_wait_for, args=(works,), daemon=True)
+        waiting.start()
+        deadline = time.monotonic() + patience
+        while waiting.is_alive() and time.monotonic() < deadline and self.failure is None:
+            waiting.join(0.05)
+        return not waiting.is_alive()
+
+    def check(self) -> None:
+        """Raise when a process that is needed is lost."""
+        if self.failure is None and self._pulse.engaged and self._left - self.excused:
+            self.fail(self._pulse.why(min(self._left - self.excused)))
+        if self.failure is not None:
+            raise RunError(self.failure)
+
+    def wait(self, ready: Callable[[], Any]) -> Any:
+        """Until something holds, in a way that Ctrl-C and the news of a lost process interrupt."""
+        with self.changed:
+            while True:
+                found = ready()
+                if found:
+                    return found
+                self.check()
+                self.changed.wait(0.2)
+
+    def take(self, lane: Lane) -> Message:
+        """The next message on a lane."""
+        waiting = self.inbox[lane]
+        self.wait(lambda: waiting)
+        with self.changed:
+            return waiting.popleft()
+
+    def fail(self, sentence: str) -> None:
+        """Nothing can go on: wake everybody who waits, also inside torch."""
+        with self.changed:
+            if self.failure is None:
+                self.failure = sentence
+            self.changed.notify_all()
+        self._interrupt()
+
+    def close(self) -> None:
+        """End the threads. Nothing may be on its way any more."""
+        self._ended = True
+        self._interrupt()
+        for thread in self._threads:
+            thread.join(2.0)
+
+    def _interrupt(self) -> None:
+        # A wait that times out breaks every other wait in the group, which is what we want here. It is done elsewhere,
+        # because this thread may be the one that must not stand still.
+        def work() -> None:
+            try:
+                other = (self._rank + 1) % self._group.size()
+                self._group.recv([torch.empty(1)], other, 99).wait(timedelta(milliseconds=1))
+            except Exception:
+                return
+
+        if self._group.size() > 1:
+            threading.Thread(target=work, daemon=True).start()
+
+    def _broken(self, other: int) -> None:
+        if self._ended or self.failure is not None or other in self.excused:
+            return
+        self._left.add(other)
+        if self._pulse.engaged:
+            self.fail(self._pulse.why(other))
+
+    def _receive(self, lane: Lane, device: torch.device | None) -> None:
+        try:
+            while True:
+                message = self._next(lane, device)
+                with self.changed:
+                    self.inbox[lane].append(message)
+                    self.changed.notify_all()
+        except RuntimeError:
+            self._broken(lane.source)
+
+    def _next(self, lane: Lane, device: torch.device | None) -> Message:
+        head = torch.empty(HEAD, dtype=torch.int64)
+        self._wait_for(lane, head)
+        kind, number, length, size, on_device = head.tolist()
+        text: dict[str, Any] = {}
+        layout: list[Any] = []
+        if length:
+            content = torch.empty(length, dtype=torch.uint8)
+            self._wait_for(lane, content)
+            text, layout = json.loads(content.numpy().tobytes())
+        data = torch.empty(size, dtype=torch.uint8)
+        if size:
+            self._wait_for(lane, data)
+        if on_device:
+            data = torch.empty(on_device, dtype=torch.uint8, device=device)
+            self._device_group.recv([data], lane.source, 0).wait()
+            torch.cuda.synchronize(device)
+        return Message(kind, number, text, from_bytes(layout, data) if layout else [data], data.numel())
+
+    def _wait_for(self, lane: Lane, buffer: Tensor) -> None:
+        self._group.recv([buffer], lane.source, lane.tag).wait()
+
+
+def as_text(content: Any) -> Tensor:
+    """JSON as bytes."""
+    return torch.frombuffer(bytearray(json.dumps(content, default=str).encode()), dtype=torch.uint8)
+
+
+def _wait_for(works: Sequence[Any]) -> None:
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError:
+        return
