@@ -34,8 +34,9 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
     nhgd.errors.InputError: There is no inverse called 'cgg'. Did you mean 'cg'? Known: cg, exact.
     """
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
+    by_case = {known.casefold(): known for known in reversed(names)}
+    near = difflib.get_close_matches(name.casefold(), by_case, n=1, cutoff=0.5)
+    hint = f" Did you mean '{by_case[near[0]]}'?" if near else ""
     return InputError(f"There is no {kind} called '{name}'.{hint} Known: {', '.join(names)}.")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,19 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import nhgd
 from nhgd.algorithm import names as method_names
 from nhgd.cli import demo as demo_command
 from nhgd.cli.output import jsonable
-from nhgd.cli.program import app
 from nhgd.cli.settings import for_run, for_task
 from nhgd.execution import EXECUTIONS
 from nhgd.inverse import INVERSES
 from nhgd.task import TASKS
 from nhgd.task.labels import found
 from tests import idx_files
+from tests.commands import answer, invoke, refusal, strict_json
 
 QUICK = ("run", "l2", "--preset", "quick", "--steps", "3", "--device", "cpu")
 
@@ -37,42 +35,6 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(place)
     monkeypatch.delenv("NHGD_DATA", raising=False)
     monkeypatch.setenv("NHGD_CACHE", str(tmp_path / "cache"))
-
-
-def invoke(*args):
-    return CliRunner().invoke(app, [str(a) for a in args], catch_exceptions=False)
-
-
-def strict_json(text):
-    """Parse JSON as JavaScript would: NaN is no number."""
-
-    def refuse(name):
-        raise AssertionError(f"{name} in the JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
-def answer(*args):
-    """The JSON object of a command that must succeed; standard output must hold nothing else."""
-    result = invoke(*args, "--json")
-    assert result.exit_code == 0, result.stderr
-    assert result.stderr == ""
-    return strict_json(result.stdout)
-
-
-def refusal(*args, code=2):
-    """The sentence of a command that must fail, on both streams, with nothing written."""
-    before = sorted(Path.cwd().parent.rglob("*"))
-    result = invoke(*args, "--json")
-    assert result.exit_code == code, result.stdout + result.stderr
-    sentence = strict_json(result.stdout)["error"]
-    assert result.stderr.strip() == f"Error: {sentence}"
-    assert "\n" not in sentence
-    assert "Traceback" not in result.stderr
-    assert sorted(Path.cwd().parent.rglob("*")) == before
-    plain = invoke(*args)
-    assert (plain.exit_code, plain.stdout, plain.stderr) == (code, "", result.stderr)
-    return sentence
 
 
 def test_version_and_help():

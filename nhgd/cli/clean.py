@@ -5,15 +5,18 @@ from __future__ import annotations
 import csv
 import time
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from nhgd.cli.options import Device, Json, Seed, checked_seed, device_called
-from nhgd.cli.output import Folder, check_folder, console, print_json, table
-from nhgd.data.table import Features, Table, missing, read_table
+from nhgd.cli.output import check_folder, console, folder, print_json, table
+from nhgd.data.table import Features, Table, labels, read_table
 from nhgd.errors import InputError
+
+ADDED = ("weight", "suspect", "suggested_label")
 
 
 def clean(
@@ -30,55 +33,47 @@ def clean(
         str | None, typer.Option(help="Columns to leave out, with commas between, such as an id.", show_default=False)
     ] = None,
     impute: Annotated[bool, typer.Option("--impute", help="Fill missing cells instead of refusing them.")] = False,
+    categorical: Annotated[
+        str | None,
+        typer.Option(help="Columns of numbers that stand for categories, with commas between.", show_default=False),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Outer steps.")] = 150,
     seed: Seed = 0,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Find mislabelled rows. --out has every row in its order, with weight, suspect and suggested_label added."""
-    check_folder(out.parent)
-    if out.is_dir():
-        raise InputError(f"--out {out} is a folder. Name a file, for example {out / 'weights.csv'}.")
-    rows = read_table(train)
-    examples = None if trusted is None else read_table(trusted)
-    for added in ("weight", "suspect", "suggested_label"):
-        if added in rows.header:
-            raise InputError(f"{train} already has a column {added!r}, which the result would add. Rename it.")
-    left_out = {label} | {name.strip() for name in (ignore or "").split(",") if name.strip()}
-    for name in left_out:
-        rows.column(name)
-    features = Features(impute).fit(rows, [name for name in rows.header if name not in left_out])
-    y = _labels(rows, label)
-    X = features.transform(rows)
-    given = (
-        {} if examples is None else {"X_trusted": features.transform(examples), "y_trusted": _labels(examples, label)}
-    )
+    _check_out(out, train, trusted)
     cleaner = _cleaner()(
         steps=steps, random_state=checked_seed(seed) % 2**32, device=str(device_called(device)), verbose=None
     )
-    started = time.perf_counter()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        try:
-            cleaner.fit(X, y, **given)
-        except InputError:
-            raise
-        except ValueError as error:  # scikit-learn's own checks
-            raise InputError(str(error).splitlines()[0]) from error
-    taken = time.perf_counter() - started
-    suspect = cleaner.weights_ < 0.5
+        rows = read_table(train)
+        examples = None if trusted is None else read_table(trusted)
+        X, y, given = _numbers(rows, examples, label, _names(ignore), _names(categorical), impute)
+        with folder(out.parent) as place:
+            assert place is not None
+            started = time.perf_counter()
+            try:
+                cleaner.fit(X, y, **given)
+            except InputError:
+                raise
+            except ValueError as error:  # scikit-learn's own checks
+                raise InputError(str(error).splitlines()[0]) from error
+            taken = time.perf_counter() - started
+            suspect = cleaner.weights_ < 0.5
 
-    def write(path: Path) -> None:
-        with open(path, "w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow([*rows.header, "weight", "suspect", "suggested_label"])
-            for cells, weight, flag, better in zip(
-                rows.rows, cleaner.weights_, suspect, cleaner.suggested_labels_, strict=True
-            ):
-                writer.writerow([*cells, f"{weight:.6f}", int(flag), better])
+            def write(path: Path) -> None:
+                with open(path, "w", encoding="utf-8", newline="") as file:
+                    writer = csv.writer(file)
+                    writer.writerow([*rows.header, *ADDED])
+                    for cells, weight, flag, better in zip(
+                        rows.rows, cleaner.weights_, suspect, cleaner.suggested_labels_, strict=True
+                    ):
+                        writer.writerow([*cells, f"{weight:.6f}", int(flag), better])
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    Folder(out.parent).write(out.name, write)
+            place.write(out.name, write)
     answer = {
         "rows": len(y),
         "suspects": int(suspect.sum()),
@@ -87,7 +82,7 @@ def clean(
         "seconds": taken,
         "out": str(out),
         "worst": [int(i) + 1 for i in cleaner.label_issues_[:10]],
-        "warnings": [str(item.message) for item in said],
+        "warnings": [_said(item.message) for item in said],
     }
     if as_json:
         print_json(answer)
@@ -103,12 +98,73 @@ def _cleaner() -> Any:
     return LabelCleaner
 
 
-def _labels(table: Table, label: str) -> list[str]:
-    cells = [cell.strip() for cell in table.column(label)]
-    for number, cell in enumerate(cells, start=1):
-        if missing(cell):
-            raise InputError(f"{table.path}, row {number}: no label in the column {label!r}.")
-    return cells
+def _check_out(out: Path, train: Path, trusted: Path | None) -> None:
+    """Refuse, before anything is read, a file that cannot be written or must not be."""
+    check_folder(out.parent)
+    if out.is_dir():
+        raise InputError(f"--out {out} is a folder. Name a file, for example {out / 'weights.csv'}.")
+    if out.exists() and not out.is_file():
+        raise InputError(f"--out {out} is a device or a pipe, which cannot be replaced. Name a file.")
+    for given in (train, trusted):
+        if given is not None and given.exists() and out.exists() and out.samefile(given):
+            raise InputError(f"--out {out} would overwrite {given}, which is read. Name another file.")
+
+
+def _names(text: str | None) -> set[str]:
+    return {name.strip() for name in (text or "").split(",") if name.strip()}
+
+
+def _numbers(
+    rows: Table, examples: Table | None, label: str, ignore: set[str], categorical: set[str], impute: bool
+) -> tuple[Any, list[str], dict[str, Any]]:
+    """Features and labels of the rows, and those of the trusted ones as further arguments of a fit."""
+    for added in ADDED:
+        if added in rows.header:
+            raise InputError(f"{rows.path} already has a column {added!r}, which the result would add. Rename it.")
+    for name in (label, *sorted(ignore | categorical)):
+        rows.column(name)
+    y = labels(rows, label)
+    classes = dict.fromkeys(y)
+    if len(classes) == 1:
+        raise InputError(
+            f"{rows.path}: every row has the label {y[0]!r}, so no label can be told from another. Two at least are needed."
+        )
+    if len(classes) > max(2, len(y) // 2):
+        raise InputError(
+            f"{rows.path}: the column {label!r} holds {len(classes)} different labels in {len(y)} rows, so it names no"
+            " classes. Give the column of the classes as --label."
+        )
+    features = Features(impute, frozenset(categorical))
+    X = features.fit(rows, [name for name in rows.header if name != label and name not in ignore]).transform(rows)
+    if examples is None:
+        return X, y, {}
+    answers = _spelt_alike(labels(examples, label), classes)
+    for number, answer in enumerate(answers, start=1):
+        if answer not in classes:
+            hint = ", ".join(sorted(classes)[:10]) + (", ..." if len(classes) > 10 else "")
+            raise InputError(
+                f"{examples.path}, row {number}: the label {answer!r} occurs nowhere in {rows.path}, which has: {hint}. Write"
+                " labels alike in both files, and leave away rows of other classes."
+            )
+    return X, y, {"X_trusted": features.transform(examples), "y_trusted": answers}
+
+
+def _spelt_alike(answers: list[str], classes: Iterable[str]) -> list[str]:
+    """Labels as the classes are written: 1.0 becomes 1 where that is a class, because tools that fill gaps write so."""
+    known = {_value(name): name for name in classes if _value(name) is not None}
+    return [answer if answer in classes else known.get(_value(answer), answer) for answer in answers]
+
+
+def _value(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _said(warning: Warning | str) -> str:
+    """A warning in the words of the command line."""
+    return str(warning).replace("as X_trusted and y_trusted", "as --trusted FILE.csv")
 
 
 def _tell(answer: dict[str, Any], rows: Table, label: str, cleaner: Any) -> None:

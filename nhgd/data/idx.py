@@ -35,9 +35,14 @@ class ImageSet:
 
 
 def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Read one IDX file of bytes, plain or .gz, and check its magic number, its sizes and its length."""
+    """Read one IDX file of bytes, plain or gzip, and check its magic number, its sizes and its length.
+
+    Which of the two it is, its first bytes tell: browsers unpack files and leave the name as it was.
+    """
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+        with open(path, "rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path, "rb") if packed else open(path, "rb") as file:
             return _parse(file, path)  # type: ignore[arg-type]
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise InputError(f"{path} is not a whole gzip file ({error}). Download it again.") from error
@@ -48,10 +53,12 @@ def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
 def _parse(file: BinaryIO, path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     head = file.read(4)
     if len(head) < 4 or head[:2] != b"\0\0":
-        raise InputError(f"{path} is not an IDX file: it begins with {head.hex() or 'nothing'}, not with 0000.")
+        raise InputError(
+            f"{path} is not an IDX file: it begins with {head.hex() or 'nothing'}, not with 0000. Download it again."
+        )
     if head[2] != 0x08 or not 1 <= head[3] <= 4:
         raise InputError(
-            f"{path} is an IDX file of another kind (magic number {head.hex()}); bytes were expected (0x08)."
+            f"{path} is an IDX file of another kind (magic number {head.hex()}); bytes were expected (0x08). Download it again."
         )
     sizes = file.read(4 * head[3])
     if len(sizes) < 4 * head[3]:
@@ -65,7 +72,10 @@ def _parse(file: BinaryIO, path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     data = file.read(expected + 1)
     if len(data) != expected:
         found = "more" if len(data) > expected else str(len(data))
-        raise InputError(f"{path} is cut short or spoilt: its header promises {expected} bytes, but it holds {found}.")
+        raise InputError(
+            f"{path} is cut short or spoilt: its header promises {expected} bytes, but it holds {found}."
+            " Download it again."
+        )
     return np.frombuffer(data, dtype=np.uint8).reshape(shape)
 
 
@@ -81,12 +91,18 @@ def find(name: str, data: str | Path | None, cached: bool = False) -> Path | Non
         return folder if cached and all(_file(folder, stem) for stem in _FILES.values()) else None
     root = Path(asked).expanduser()
     if not root.is_dir():
-        raise InputError(f"There is no folder {root}. Point --data or NHGD_DATA at the IDX files of {name}.")
+        what = f"{root} is a file, not a folder." if root.exists() else f"There is no folder {root}."
+        raise InputError(f"{what} Point --data or NHGD_DATA at the IDX files of {name}.")
     for folder in (root / name, root):
         if all(_file(folder, stem) for stem in _FILES.values()):
             return folder
+    for folder in (root / name, root):
+        absent = [stem for stem in _FILES.values() if not _file(folder, stem)]
+        if len(absent) < len(_FILES):
+            raise InputError(f"{folder} holds a part of {name}, but no {absent[0]}(.gz). Put it there too.")
     raise InputError(
         f"{root} holds no {name}: looked for {_FILES['train_images']}(.gz) and its three companions there and in {root / name}."
+        f" Point --data or NHGD_DATA at them."
     )
 
 
@@ -110,16 +126,23 @@ def read_images(folder: Path) -> ImageSet:
         if images.ndim != 3 or labels.ndim != 1:
             raise InputError(
                 f"{folder}: the {part} files do not hold images and labels ({images.ndim} and {labels.ndim} axes)."
+                " Were files exchanged?"
             )
         if len(images) != len(labels):
-            raise InputError(f"{folder}: {len(images)} {part} images but {len(labels)} labels.")
+            raise InputError(
+                f"{folder}: {len(images)} {part} images but {len(labels)} labels. The files must be of one set."
+            )
         if len(labels) == 0:
             raise InputError(f"{folder}: the {part} files hold no samples.")
         if int(labels.max()) > 9:
             row = int(np.argmax(labels > 9))
             raise InputError(f"{folder}: {part} label {row} is {int(labels[row])}; labels must lie between 0 and 9.")
     here, there = (arrays[f"{part}_images"].shape[1:] for part in ("train", "test"))
-    if here != there or 0 in here:
+    if 0 in here:
+        raise InputError(
+            f"{folder}: the images have no pixels ({' x '.join(map(str, here))}). Download the files again."
+        )
+    if here != there:
         sizes = " and ".join(" x ".join(map(str, shape)) for shape in (here, there))
         raise InputError(f"{folder}: the training and test images must be of one size, but they have {sizes} pixels.")
     return ImageSet(**arrays)

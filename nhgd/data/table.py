@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import math
+import warnings
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,13 @@ import numpy as np
 
 from nhgd.errors import InputError, unknown
 
-MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
+MISSING = {"", "na", "n/a", "#n/a", "<na>", "nan", "-nan", "null", "none", "?"}
+LARGEST = 1e100  # squares of what lies beyond overflow
 Array = np.ndarray[Any, Any]
+
+
+class UnseenCategoryWarning(UserWarning):
+    """A row holds a category that the table from which the columns were understood does not."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +42,57 @@ class Table:
 
 def read_table(path: Path) -> Table:
     """Read a CSV file with a header, and refuse one that is empty or ragged, naming the row."""
+    reader = None
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            lines = [line for line in csv.reader(file, strict=True) if line]
+            reader = csv.reader(_without_nul(file, path), strict=True)
+            lines = [line for line in reader if line]
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not text in UTF-8 (byte {error.start}). Save it as CSV in UTF-8.") from error
     except csv.Error as error:
-        raise InputError(f"{path} is not a CSV file: {error}.") from error
+        where = f", line {reader.line_num}" if reader else ""
+        raise InputError(f"{path}{where}, is not CSV: {error}. Look at the quotation marks before there.") from error
     if not lines:
-        raise InputError(f"{path} is empty. The first line must name the columns.")
+        raise InputError(f"{path} is empty. The first line must name the columns, and rows must follow.")
     header, rows = [name.strip() for name in lines[0]], lines[1:]
+    _check_header(path, header)
     if not rows:
-        raise InputError(f"{path} has a header but no rows.")
-    twice = [name for name, count in Counter(header).items() if count > 1]
-    if twice:
-        raise InputError(f"{path} names the column {twice[0]!r} twice.")
+        raise InputError(f"{path} has a header but no rows. Add some.")
     for number, row in enumerate(rows, start=1):
         if len(row) != len(header):
-            raise InputError(f"{path}, row {number}: {len(row)} cells where the header has {len(header)}.")
+            raise InputError(
+                f"{path}, row {number}: {len(row)} cells where the header has {len(header)}. Mend the row; a cell with a comma"
+                " in it must stand in quotation marks."
+            )
     return Table(path, header, rows)
+
+
+def _without_nul(file: Iterator[str], path: Path) -> Iterator[str]:
+    """The lines of a text file; zero bytes are text in no CSV, but in other encodings and in other kinds of files."""
+    for number, line in enumerate(file, start=1):
+        if "\0" in line:
+            raise InputError(
+                f"{path}, line {number}, holds a zero byte, so it is not text in UTF-8. Save it as CSV in UTF-8."
+            )
+        yield line
+
+
+def _check_header(path: Path, header: list[str]) -> None:
+    for separator, word in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
+        if len(header) == 1 and separator in header[0]:
+            raise InputError(
+                f"{path} has {word} between its columns. Save it with commas between, and points in decimal numbers."
+            )
+    if "" in header:
+        raise InputError(
+            f"{path}: column {header.index('') + 1} has no name in the header. Name it; a column of row numbers can then be"
+            " left out with --ignore."
+        )
+    twice = [name for name, count in Counter(header).items() if count > 1]
+    if twice:
+        raise InputError(f"{path} names the column {twice[0]!r} twice. Rename one of them.")
 
 
 def missing(cell: str) -> bool:
@@ -75,11 +112,16 @@ def _number(cell: str) -> float | None:
 class Features:
     """How the columns of a table become numbers: numeric ones as they are, others one column a category.
 
+    A column is numeric when all its cells are numbers. Where nine of ten are, the others are taken for mistakes and
+    refused, since a stray word would otherwise make a category of every number.
+
     Args:
         impute: fill missing cells by the median, or by a category of their own; otherwise they are refused.
+        categorical: columns that are categories although their cells are numbers.
     """
 
     impute: bool = False
+    categorical: frozenset[str] = frozenset()
     names: list[str] = field(default_factory=list)
     medians: dict[str, float] = field(default_factory=dict)
     categories: dict[str, list[str]] = field(default_factory=dict)
@@ -88,24 +130,28 @@ class Features:
         """Decide, for each named column, what it is."""
         self.names = names
         if not names:
-            raise InputError(f"{table.path} has no column beside the label.")
+            raise InputError(
+                f"{table.path} has no column beside the label and those left out, so nothing to learn from."
+            )
         for name in names:
             cells = table.column(name)
             known = [cell for cell in cells if not missing(cell)]
             self._refuse_missing(table, name, cells)
             if not known:
                 raise InputError(f"{table.path}: the column {name!r} is empty. Leave it away with --ignore.")
-            numbers = [_number(cell) for cell in known]
-            if all(n is not None for n in numbers):
-                self.medians[name] = float(np.median([n for n in numbers if n is not None]))
-            else:
-                found = sorted({cell.strip() for cell in known})
-                if len(found) > 50 and len(found) > 0.5 * len(known):
-                    raise InputError(
-                        f"{table.path}: the column {name!r} holds {len(found)} different texts, so it is no category. Leave"
-                        " it away with --ignore."
-                    )
-                self.categories[name] = found
+            numbers = [number for number in map(_number, known) if number is not None]
+            if name not in self.categorical and len(numbers) >= 0.9 * len(known):
+                for row, cell in enumerate(cells, start=1):
+                    self._numeric(table, name, row, cell)
+                self.medians[name] = float(np.median(numbers))
+                continue
+            found = sorted({cell.strip() for cell in known})
+            if len(found) > 50 and len(found) > 0.5 * len(known):
+                raise InputError(
+                    f"{table.path}: the column {name!r} holds {len(found)} different texts, so it is no category. Leave"
+                    " it away with --ignore."
+                )
+            self.categories[name] = found
         return self
 
     def transform(self, table: Table) -> Array:
@@ -118,23 +164,64 @@ class Features:
                 columns.append([self._numeric(table, name, i, cell) for i, cell in enumerate(cells, start=1)])
             else:
                 # A category that was never seen, or nothing, is zero in every column.
+                self._warn_of_new(table, name, cells)
                 columns += [[float(cell.strip() == kind) for cell in cells] for kind in self.categories[name]]
         return np.array(columns, dtype=np.float64).T
 
     def _numeric(self, table: Table, name: str, row: int, cell: str) -> float:
         if missing(cell):
-            return self.medians[name]
+            return self.medians.get(name, 0.0)
         found = _number(cell)
         if found is None:
-            raise InputError(f"{table.path}, row {row}: {cell.strip()!r} in the numeric column {name!r}.")
+            raise InputError(
+                f"{table.path}, row {row}: {cell.strip()!r} in the column {name!r}, whose other cells are numbers. Correct it,"
+                " or empty it and pass --impute; if the numbers stand for categories, pass --categorical."
+            )
+        if abs(found) > LARGEST:
+            raise InputError(
+                f"{table.path}, row {row}: {cell.strip()} in the column {name!r} is too large to compute with. Correct it, or"
+                " leave the column away with --ignore."
+            )
         return found
+
+    def _warn_of_new(self, table: Table, name: str, cells: list[str]) -> None:
+        known = set(self.categories[name])
+        new = [(i, cell.strip()) for i, cell in enumerate(cells, 1) if not missing(cell) and cell.strip() not in known]
+        if new:
+            row, first = new[0]
+            warnings.warn(
+                f"{table.path}, row {row}{_and_more(len(new) - 1)}: {first!r} in the column {name!r} occurs in no row to be"
+                " cleaned, so it counts as none of the known categories.",
+                UnseenCategoryWarning,
+                stacklevel=3,
+            )
 
     def _refuse_missing(self, table: Table, name: str, cells: list[str]) -> None:
         if self.impute:
             return
-        for number, cell in enumerate(cells, start=1):
-            if missing(cell):
-                raise InputError(
-                    f"{table.path}, row {number}: nothing in the column {name!r}. Fill it, or pass --impute to fill such cells"
-                    " by the median or by a category of their own."
-                )
+        rows = [number for number, cell in enumerate(cells, start=1) if missing(cell)]
+        if rows:
+            raise InputError(
+                f"{table.path}, row {rows[0]}{_and_more(len(rows) - 1)}: {_nothing(cells[rows[0] - 1])} in the column {name!r}."
+                " Fill it, or pass --impute to fill such cells by the median or by a category of their own."
+            )
+
+
+def labels(table: Table, name: str) -> list[str]:
+    """The labels of a column, and a sentence where there is none."""
+    cells = [cell.strip() for cell in table.column(name)]
+    rows = [number for number, cell in enumerate(cells, start=1) if missing(cell)]
+    if rows:
+        raise InputError(
+            f"{table.path}, row {rows[0]}{_and_more(len(rows) - 1)}: {_nothing(cells[rows[0] - 1])} in the label column"
+            f" {name!r}. Give the row a label, or leave the row away."
+        )
+    return cells
+
+
+def _nothing(cell: str) -> str:
+    return f"{cell.strip()!r}, which reads as missing," if cell.strip() else "nothing"
+
+
+def _and_more(rows: int) -> str:
+    return f" (and {rows} more)" if rows > 0 else ""

@@ -107,8 +107,14 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             raise InputError("LabelCleaner needs labels of at least two classes, but y has one class only.")
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
-        self._center = X.mean(0)
-        deviation = X.std(0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._center = X.mean(0)
+            deviation = X.std(0)
+        if not np.isfinite(deviation).all():
+            raise InputError(
+                f"Feature {int(np.argmin(np.isfinite(deviation)))} of X holds numbers too large to compute with. Rescale it, or"
+                " leave it out."
+            )
         self._scale = np.where(deviation > 0, deviation, 1.0)
         if (X_trusted is None) != (y_trusted is None):
             raise InputError("Give X_trusted and y_trusted together, or neither.")
@@ -156,7 +162,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             members = random.permutation(np.flatnonzero(codes == c))
             if len(members) < 2:
                 raise InputError(
-                    f"Class {self.classes_[c]!r} has one sample only, so none can be held out. Give a trusted set."
+                    f"Class {self.classes_.tolist()[c]!r} has one sample only, so none can be held out. Give a trusted set."
                 )
             chosen.append(members[: max(1, round(self.held_out * len(members)))])
         return np.sort(np.concatenate(chosen))
@@ -174,7 +180,13 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         return X, codes
 
     def _tensor(self, X: Array) -> Tensor:
-        return torch.as_tensor((X - self._center) / self._scale, dtype=torch.float32, device=self.device)
+        rows = torch.as_tensor((X - self._center) / self._scale, dtype=torch.float32, device=self.device)
+        if not bool(torch.isfinite(rows).all()):
+            row = int(torch.isfinite(rows).all(1).int().argmin())
+            raise InputError(
+                f"Trusted sample {row} lies too far from all others to compute with. Correct it, or leave it out."
+            )
+        return rows
 
     def _model(self, features: int) -> nn.Linear:
         model: nn.Linear = nn.utils.skip_init(nn.Linear, features, len(self.classes_), device=self.device)

@@ -143,9 +143,14 @@ class DatasetDistiller(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  #
         axis = None if self.scale == "all" else 0
         pieces = [slice(start, start + self.batch_size) for start in range(0, len(X), self.batch_size)]
         count = X.size if axis is None else len(X)
-        center = sum(X[piece].sum(axis, dtype=np.float64) for piece in pieces) / count
-        square = sum(np.square(X[piece] - center).sum(axis, dtype=np.float64) for piece in pieces) / count
+        with np.errstate(over="ignore", invalid="ignore"):
+            center = sum(X[piece].sum(axis, dtype=np.float64) for piece in pieces) / count
+            square = sum(np.square(X[piece] - center).sum(axis, dtype=np.float64) for piece in pieces) / count
         deviation = np.sqrt(square)
+        if not np.isfinite(deviation).all():
+            raise InputError(
+                "X holds numbers too large to compute with. Rescale it, or leave out the features that do."
+            )
         spread = np.where(deviation > 0, deviation, 1.0)
         return np.broadcast_to(center, X.shape[1:]).copy(), np.broadcast_to(spread, X.shape[1:]).copy()
 

@@ -20,7 +20,7 @@ from nhgd.schedule import Decay
 from nhgd.solve import Solution
 from nhgd.task.base import AbstractTask, Instance
 from nhgd.task.inner_solver import lbfgs
-from nhgd.task.labels import NOISES, corrupt, found
+from nhgd.task.labels import NOISES, corrupt, found, with_every_class
 from nhgd.task.weighting import AbstractWeighting, ByLoss, PerSample
 
 CLASSES = 10
@@ -175,6 +175,13 @@ class Cleaning(AbstractTask):
                 f"{' and some must be left for testing' if folder is None else ''}."
             )
         n, m, e = sizes
+        if m < CLASSES or e < 1:
+            raise InputError(
+                f"cleaning: {len(x)} samples are too few to set {CLASSES} trusted ones and some for evaluation aside. Give more."
+            )
+        if len(y[n : n + m].unique()) < CLASSES:
+            order = with_every_class(y, n, n + m, CLASSES)
+            x, y = x[order], y[order]
         mean, deviation = x[:n].mean(), x[:n].std()
         if not deviation > 0:
             raise InputError(

@@ -40,6 +40,35 @@ def corrupt(labels: Tensor, rate: float, kind: str, classes: int, generator: tor
     return noisy
 
 
+def with_every_class(labels: Tensor, start: int, stop: int, classes: int) -> Tensor:
+    """An order of labels (N,) in which positions from `start` to `stop` hold every class, at least once.
+
+    Only as many positions change as are needed: a class that is missing there changes places with one that is often
+    there. None change where every class is there already, so that a split by chance stays what it was.
+
+    >>> with_every_class(torch.tensor([0, 1, 2, 0, 0, 0]), 3, 6, 3).tolist()
+    [0, 3, 4, 1, 2, 5]
+    """
+    order = torch.arange(len(labels))
+    for c in range(classes):
+        here = labels[order[start:stop]]
+        if bool((here == c).any()):
+            continue
+        outside = torch.cat([order[:start], order[stop:]])
+        mine = outside[labels[outside] == c]
+        if not len(mine):
+            raise InputError(
+                f"There is no sample of class {c} among the {len(labels)} to choose from, and trusted samples of all"
+                f" {classes} classes are needed. Add some."
+            )
+        often = int(torch.bincount(here, minlength=classes).argmax())
+        if int((here == often).sum()) < 2:
+            raise InputError(f"{stop - start} samples cannot hold all {classes} classes. Ask for more.")
+        a, b = int((order == mine[0]).nonzero()), start + int((here == often).nonzero()[0])
+        order[a], order[b] = order[b].clone(), order[a].clone()
+    return order
+
+
 def found(weights: Tensor, wrong: Tensor) -> dict[str, float]:
     """How well low weights point at wrong labels: precision, recall, f1 at weight 0.5, and the area under the ROC curve.
 
