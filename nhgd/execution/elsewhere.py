@@ -23,6 +23,7 @@ class RidgePoint:
     """All that an inverse which learns asks of a point: the ridge's Hessian, (D,), where the state is."""
 
     ridge: Tensor
+    team: None = None  # who shares the work of a solve: nobody
 
     @property
     def problem(self) -> RidgePoint:

@@ -1,0 +1,377 @@
+"""Every backend against the inline one, and what happens when something goes wrong beside the inner loop."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import nhgd
+from nhgd.algorithm import AID, NHGD, NHGDSingle
+from nhgd.errors import InputError, RunError
+from nhgd.execution import Device, Inline, Stream, Thread, resolve
+from nhgd.execution.base import Traffic
+from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Identity, Refined
+from nhgd.record import PerSampleGradients, mapped, tensors
+from nhgd.recorder import Recorder
+from nhgd.solve import CLOCKED
+from tests import catalogue, oracles
+
+BESIDE = {"thread": Thread, "device": lambda **settings: Device("cpu", **settings)}
+INVERSES = {
+    "kfac": KFAC(),
+    "kfac, kept bases": KFAC(invert_every=2),
+    "ekfac": EKFAC(),
+    "window": FisherWindow(window=24),
+    "dense": FisherDense(),
+    "dense inverse, reset": FisherDense(form="inverse", update="ema", beta=0.8, warm="reset"),
+    "raw": FisherDense(form="inverse", update="ema", beta=0.8, records="raw", warm="reset"),
+    "diagonal": FisherDiagonal(),
+    "refined": Refined(KFAC(), steps=2, matrix="ggn"),
+}
+
+
+def solved(execution, method, make=catalogue.mlp_module, steps=4, **settings):
+    """A run on batches of four, its v, its theta and its history without clocks."""
+    problem, inner, outer = make()
+    optimizer = settings.pop(
+        "inner_optimizer", lambda leaves: torch.optim.SGD(leaves, 0.1, momentum=0.9, nesterov=True)
+    )
+    solver = nhgd.Solver(
+        problem,
+        nhgd.Data(*inner[:-1], batch=4) if len(inner) == 3 else [inner],
+        [outer],
+        method=method,
+        inner_steps=5,
+        inner_optimizer=optimizer,
+        outer_lr=0.1,
+        execution=execution,
+        **settings,
+    )
+    try:
+        solution = solver.run(steps=steps)
+    finally:
+        solver.close()
+    rows = [{k: v for k, v in row.items() if k not in (*CLOCKED, "bytes_sent")} for row in solution.history]
+    return oracles.v_of(problem), oracles.theta_of(problem), rows, solution
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, None])
+@pytest.mark.parametrize("backend", BESIDE)
+@pytest.mark.parametrize("name", INVERSES)
+def test_every_backend_equals_inline_bit_for_bit(name, backend, max_lag):
+    method = NHGD(INVERSES[name])
+    v, theta, rows, _ = solved("inline", method)
+    v2, theta2, rows2, solution = solved(BESIDE[backend](max_lag=max_lag), method)
+    assert torch.equal(v, v2)
+    assert torch.equal(theta, theta2)
+    assert rows == rows2
+    assert solution.stats["execution"]["largest_lag"] <= (8 if max_lag is None else max_lag)
+    assert solution.stats["execution"]["records"] == 20
+
+
+@pytest.mark.parametrize("method", [NHGDSingle(KFAC()), AID(KFAC()), AID(CG(damping=2.0)), NHGD(KFAC(), cross="trajectory")])
+@pytest.mark.parametrize("backend", BESIDE)
+def test_other_algorithms_equal_inline_too(method, backend):
+    v, theta, rows, _ = solved("inline", method)
+    v2, theta2, rows2, _ = solved(BESIDE[backend](), method)
+    assert torch.equal(v, v2)
+    assert torch.equal(theta, theta2)
+    assert rows == rows2
+
+
+@pytest.mark.parametrize("make", [catalogue.ridge_scalar, catalogue.plain_tensor])
+@pytest.mark.parametrize("backend", BESIDE)
+def test_a_single_leaf_and_a_learnt_ridge(make, backend):
+    method = NHGD(FisherDense(records="raw", form="inverse", update="ema", beta=0.8))
+    settings = {"inner_optimizer": None, "inner_lr": 0.05}
+    v, theta, *_ = solved("inline", method, make, **settings)
+    v2, theta2, *_ = solved(BESIDE[backend](), method, make, **settings)
+    assert torch.equal(v, v2)
+    assert torch.equal(theta, theta2)
+
+
+def test_an_optimiser_may_use_the_gradient_as_scratch():
+    """Nesterov momentum over several tensors at once writes into the gradient, which must not be the record's."""
+
+    def scribbling(leaves):
+        return torch.optim.SGD(leaves, 0.05, momentum=0.9, nesterov=True, foreach=True)
+
+    method = NHGD(FisherDense(records="raw", form="inverse", update="ema", beta=0.8))
+    v, theta, *_ = solved("inline", method, catalogue.ridge_scalar, inner_optimizer=scribbling)
+    v2, theta2, *_ = solved("thread", method, catalogue.ridge_scalar, inner_optimizer=scribbling)
+    assert torch.equal(v, v2)
+    assert torch.equal(theta, theta2)
+
+
+class Slow:
+    """An inverse whose `observe` waits for a gate, so that a test decides when curvature goes on."""
+
+    def __init__(self, inverse):
+        self.gate = threading.Event()
+        self.inside = inverse
+
+    def __getattr__(self, name):
+        return getattr(self.inside, name)
+
+    def observe(self, state, record):
+        assert self.gate.wait(20)
+        return self.inside.observe(state, record)
+
+
+def started(executor, inverse, count):
+    """An executor fed with `count` records of a classifier; the records too."""
+    problem, batch, _ = catalogue.mlp_module()
+    recorder = Recorder(problem, inverse.records, inverse.fisher)
+    executor.start(inverse, problem.theta, problem.v)
+    executor.begin()
+    return [recorder.step(batch).record for _ in range(count)], problem
+
+
+def test_submit_does_not_wait_below_max_lag_and_waits_at_it():
+    inverse, executor = Slow(KFAC()), Thread(max_lag=3)
+    records, _ = started(executor, inverse, 4)
+    for record in records[:3]:
+        executor.submit(record)  # returns although nothing is folded in yet
+    ended = threading.Event()
+
+    def fourth():
+        executor.submit(records[3])
+        ended.set()
+
+    waiting = threading.Thread(target=fourth, daemon=True)
+    waiting.start()
+    assert not ended.wait(0.2)
+    inverse.gate.set()
+    assert ended.wait(20)
+    executor.drain()
+    assert executor.snapshot()[0].observed == 4
+    found = executor.measured()
+    assert found.largest_lag == 3
+    assert found.waited_seconds > 0.1
+    executor.close()
+
+
+def test_a_stale_snapshot_says_what_it_lacks_and_is_left_alone():
+    inverse, executor = Slow(KFAC()), Thread(max_lag=5, stale=True)
+    records, _ = started(executor, inverse, 4)
+    inverse.gate.set()
+    executor.submit(records[0])
+    executor.drain()
+    inverse.gate.clear()
+    for record in records[1:]:
+        executor.submit(record)
+    opener = threading.Timer(0.1, inverse.gate.set)  # a copy is made between two records, so one must end
+    opener.start()
+    state, lag = executor.snapshot()
+    assert state.observed + lag == 4
+    assert lag >= 1
+    kept = {key: t.clone() for key, t in state.tensors().items()}
+    executor.drain()
+    assert all(torch.equal(t, kept[key]) for key, t in state.tensors().items())
+    assert executor.snapshot() == (executor._state, 0)
+    executor.close()
+
+
+def test_a_stale_run_lowers_the_outer_loss_and_reports_its_lag():
+    _, _, rows, solution = solved(Thread(max_lag=2, stale=True), NHGD(KFAC()), steps=30)
+    assert rows[-1]["outer_loss"] < rows[0]["outer_loss"]
+    assert all(0 <= row["lag"] <= 2 for row in rows)
+    assert solution.stats["execution"]["max_lag"] == 2
+
+
+def test_what_the_thread_raises_is_raised_in_the_inner_loop():
+    class Broken:
+        def __getattr__(self, name):
+            return getattr(inverse, name)
+
+        def observe(self, state, record):
+            raise InputError("the factor is singular")
+
+    inverse, executor = KFAC(), Thread()
+    records, _ = started(executor, Broken(), 1)
+    executor.submit(records[0])
+    with pytest.raises(InputError, match="singular"):
+        executor.drain()
+    with pytest.raises(InputError, match="singular"):
+        executor.submit(records[0])
+    executor.close()
+
+
+def test_a_batch_refilled_in_place_is_noticed():
+    class Refilled:
+        """A loader that yields one buffer again and again, with other numbers in it."""
+
+        def __init__(self, inner):
+            self.inner, self.x = inner, inner[0].clone()
+
+        def __iter__(self):
+            for shift in range(4):
+                self.x.copy_(self.inner[0] + shift)
+                yield self.x, *self.inner[1:]
+
+    problem, inner, _ = catalogue.mlp_module()
+    slow = Slow(KFAC())
+    executor = Thread()
+    executor.start(slow, problem.theta)
+    recorder = Recorder(problem, "layer")
+    for batch in Refilled(inner):
+        executor.submit(recorder.step(batch).record)
+    slow.gate.set()
+    with pytest.raises(RunError, match="changed in place"):
+        executor.drain()
+    executor.close()
+
+
+def test_records_that_share_memory_with_v_are_copied():
+    """Where v is the data itself, as in distillation, it moves while stale records wait."""
+    problem, _, _ = catalogue.mlp_module()
+    executor = Thread(max_lag=4)
+    executor.start(FisherDiagonal(), problem.theta, problem.v)
+    v = problem.v.leaves[0].detach()
+    record = PerSampleGradients(v[None], 1)
+    copied = next(iter(tensors(mapped(record, executor._own))))
+    assert copied.data_ptr() != v.data_ptr()
+    other = torch.zeros(3)
+    assert executor._own(other) is other
+    executor.close()
+
+
+def test_close_ends_the_thread_and_can_be_repeated():
+    before = threading.active_count()
+    executor = Thread()
+    records, problem = started(executor, KFAC(), 1)
+    assert threading.active_count() == before + 1
+    executor.close()
+    executor.close()
+    assert threading.active_count() == before
+    with pytest.raises(RunError, match="closed"):
+        executor.submit(records[0])
+    executor.start(KFAC(), problem.theta)
+    executor.submit(records[0])
+    executor.drain()
+    assert executor.snapshot()[0].observed == 1
+    executor.close()
+
+
+def test_a_method_that_learns_nothing_starts_no_thread():
+    before = threading.active_count()
+    *_, solution = solved("thread", AID(Identity()), steps=2)
+    assert threading.active_count() == before
+    assert solution.stats["execution"]["records"] == 0
+
+
+def test_device_counts_the_bytes_it_moves():
+    problem, batch, _ = catalogue.mlp_module()
+    executor = Device("cpu")
+    inverse = KFAC()
+    executor.start(inverse, problem.theta)
+    record = Recorder(problem, "layer").step(batch).record
+    executor.submit(record)
+    executor.drain()
+    expected = sum(t.numel() * t.element_size() for t in tensors(record))
+    assert executor.measured().bytes_sent == expected
+    executor.close()
+    *_, solution = solved(Device("cpu"), NHGD(KFAC()))
+    assert sum(row["bytes_sent"] for row in solution.history) == solution.stats["execution"]["bytes_sent"] > 0
+
+
+def test_the_state_of_a_device_is_that_of_inline_and_goes_back():
+    problem, batch, _ = catalogue.mlp_module()
+    record = Recorder(problem, "layer").step(batch).record
+    found = []
+    for executor in (Inline(), Device("cpu"), Thread()):
+        executor.start(KFAC(), problem.theta)
+        executor.submit(record)
+        executor.drain()
+        state, lag = executor.snapshot()
+        assert lag == 0
+        found.append(state.tensors())
+        executor.restore(state.clone())
+        executor.submit(record)
+        executor.drain()
+        assert executor.snapshot()[0].observed == 2
+        executor.close()
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(torch.equal(other[key], found[0][key]) for key in other)
+
+
+def test_overlap_is_the_part_not_waited_for():
+    assert Traffic(curvature_seconds=2.0, waited_seconds=0.5).overlap == 0.75
+    assert Traffic().overlap == 0.0
+    assert Traffic(curvature_seconds=1.0, waited_seconds=3.0).overlap == 0.0
+    *_, solution = solved("inline", NHGD(KFAC()))
+    assert solution.stats["execution"]["overlap"] == 0.0
+    for row in solution.history:
+        assert row["curvature_seconds"] > 0
+        assert row["waited_seconds"] == pytest.approx(row["curvature_seconds"])
+        assert row["inner_seconds"] > 0
+
+
+def test_the_thread_works_while_the_inner_loop_does():
+    """Two waits of the same length that run side by side: hidden, not added."""
+
+    class Sleepy:
+        def __getattr__(self, name):
+            return getattr(inverse, name)
+
+        def observe(self, state, record):
+            time.sleep(0.02)
+            return inverse.observe(state, record)
+
+    inverse = FisherDiagonal()
+    executor = Thread()
+    records, _ = started(executor, Sleepy(), 6)
+    for record in records:
+        time.sleep(0.03)
+        executor.submit(record)
+    executor.drain()
+    found = executor.measured()
+    assert found.curvature_seconds >= 0.12
+    assert found.overlap > 0.5
+    executor.close()
+
+
+def test_convolutions_and_several_calls_travel():
+    def make():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8, 3))
+        x, y = torch.randn(8, 1, 3, 3, dtype=torch.float64), torch.randint(3, (8,))
+        problem = nhgd.Bilevel(
+            catalogue.cross_entropy, catalogue.mean_cross_entropy, net.double(), torch.zeros(8).double(), l2=0.01
+        )
+        return problem, (x, y, torch.arange(8)), (x, y)
+
+    with torch.random.fork_rng(devices=[]):
+        v, theta, *_ = solved("inline", NHGD(KFAC()), make)
+        for backend in BESIDE.values():
+            v2, theta2, *_ = solved(backend(), NHGD(KFAC()), make)
+            assert torch.equal(v, v2)
+            assert torch.equal(theta, theta2)
+
+
+def test_refusals_are_sentences():
+    with pytest.raises(InputError, match="max_lag must be a whole number"):
+        Thread(max_lag=-1)
+    with pytest.raises(InputError, match="no lag to bound"):
+        Inline(max_lag=2)
+    with pytest.raises(InputError, match="Did you mean 'thread'"):
+        resolve("tread")
+    with pytest.raises(InputError, match="thread execution has no device"):
+        resolve("thread:cpu")
+    with pytest.raises(InputError, match="belong to the executor"):
+        resolve(Thread(), max_lag=2)
+    with pytest.raises(InputError, match="There is no device called 'nowhere'"):
+        resolve("device:nowhere")
+    problem, *_ = catalogue.mlp_module()
+    with pytest.raises(InputError, match="CUDA device"):
+        Stream().start(KFAC(), problem.theta)
+    with pytest.raises(InputError, match="second GPU"):
+        Device().start(KFAC(), problem.theta)
+    with pytest.raises(InputError, match="inner='natural' needs"):
+        solved("thread", NHGD(KFAC(), inner="natural"))
+    assert isinstance(resolve("device:cpu", max_lag=3), Device)
