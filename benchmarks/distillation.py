@@ -1,7 +1,10 @@
 """How good are a few learnt images, in how much time: python -m benchmarks.distillation DATA_DIR OUT.json
 
-For each number of images a class and each seed the distillation task is run by its own method within a budget; the
-schedule of the step sizes follows the budget. Accuracies are of models trained on the images from scratch.
+The distillation task is run by its own method within a budget, which the schedule of the step sizes follows: one and five
+images a class with three seeds each, then the paper's settings. Accuracies are of models trained on the images from
+scratch; beside them stand those of as many random training images, and of all training images.
+
+All of it takes half an hour. `--only paper-5 --seeds 0` runs a part, and puts it into an OUT.json that is there already.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,36 +21,69 @@ import torch
 
 from benchmarks.environment import environment
 from nhgd.task import Distillation
+from nhgd.task.classifier import Architecture, accuracy_of, trained
+from nhgd.task.distillation import CLASSES, ImageSets, some_of_each
+
+# By label: preset, images a class (None: the preset's), seeds, budget.
+PLAN: dict[str, tuple[str, int | None, tuple[int, ...], str]] = {
+    "n = 1": ("default", 1, (0, 1, 2), "120s"),
+    "n = 5": ("default", 5, (0, 1, 2), "120s"),
+    "paper-5": ("paper-5", None, (0,), "60s"),
+    "paper-100": ("paper-100", None, (0,), "60s"),
+}
+RIDGES = (1e-4, 1e-3, 3e-3)  # of the model trained on all images
 
 
-def run(task: Distillation, seed: int, device: torch.device, data: str, budget: str) -> dict[str, Any]:
+def run(label: str, seed: int, device: torch.device, data: str) -> dict[str, Any]:
+    preset, per_class, _, budget = PLAN[label]
+    task = Distillation.preset(preset).with_settings({} if per_class is None else {"per_class": per_class})
+    started = time.perf_counter()
     instance = task.build(seed, device, data)
     solution = instance.start(seed=seed).run(budget=budget)
+    summary = instance.summary(solution)
+    seconds = time.perf_counter() - started
+    sets: ImageSets = instance.extra
     curve = [row for row in solution.history if "loop_test_accuracy" in row]
     found = {
-        "per_class": task.per_class,
+        "label": label,
         "seed": seed,
+        "budget": budget,
         "steps": solution.stats["steps"],
         "seconds": solution.stats["seconds"],
+        "seconds_with_data_and_scratch": seconds,
         "load": os.getloadavg()[0],  # of the whole machine, at the end: what others did to these numbers
-        **instance.summary(solution),
+        **summary,
+        "other_random_test_accuracy": _random(Architecture(task.model).other, sets, task, seed),
         "curve": [[row["seconds"], row["loop_test_accuracy"]] for row in curve[:: max(1, len(curve) // 25)]],
+        "task": asdict(task),
     }
     print(
-        f"n = {task.per_class:3}, seed {seed}: {found['steps']} steps, test accuracy {found['test_accuracy']:.4f} from scratch,"
+        f"{label}, seed {seed}: {found['steps']} steps, test accuracy {found['test_accuracy']:.4f} from scratch,"
         f" {found['loop_test_accuracy']:.4f} in the loop, {found['other_test_accuracy']:.4f} by the other architecture,"
-        f" {found['random_test_accuracy']:.4f} from real images",
+        f" {found['random_test_accuracy']:.4f} and {found['other_random_test_accuracy']:.4f} from real images",
         flush=True,
     )
     return found
 
 
-def medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _random(architecture: Architecture, sets: ImageSets, task: Distillation, seed: int) -> float:
+    """What as many random training images are worth to an architecture."""
+    chosen = some_of_each(sets.y, CLASSES, task.per_class, torch.Generator().manual_seed(seed + 1))
+    model, _ = trained(architecture, sets.x[chosen], sets.y[chosen], CLASSES, task.l2, seed, tol=1e-4)
+    return accuracy_of(model.to(sets.x.dtype), sets.x_test, sets.y_test)
+
+
+def everything(device: torch.device, data: str) -> list[dict[str, float]]:
+    """The linear model trained on all training images, with several ridges."""
+    sets = Distillation(per_class=1).load(0, device, data)
     found = []
-    for n in sorted({row["per_class"] for row in rows}):
-        mine = [row for row in rows if row["per_class"] == n]
-        keys = ("steps", "test_accuracy", "other_test_accuracy", "random_test_accuracy")
-        found.append({"per_class": n} | {key: statistics.median(row[key] for row in mine) for key in keys})
+    for l2 in RIDGES:
+        started = time.perf_counter()
+        model, norm = trained(Architecture(), sets.x, sets.y, CLASSES, l2, tol=1e-3)
+        accuracy = accuracy_of(model.to(sets.x.dtype), sets.x_test, sets.y_test)
+        seconds = time.perf_counter() - started
+        found.append({"l2": l2, "test_accuracy": accuracy, "gradient": norm, "seconds": seconds})
+        print(f"all images, l2 {l2:g}: test accuracy {accuracy:.4f}", flush=True)
     return found
 
 
@@ -55,29 +91,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--per-class", type=int, nargs="+", default=[1, 5])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--budget", default="120s")
-    parser.add_argument("--preset", default="default", choices=sorted(Distillation.presets))
+    parser.add_argument("--only", choices=[*PLAN, "all images"], nargs="+", default=[*PLAN, "all images"])
+    parser.add_argument("--seeds", type=int, nargs="+", help="of those planned")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    task = Distillation.preset(options.preset)
-    sizes = " ".join(map(str, options.per_class))
-    command = (
-        f"python -m benchmarks.distillation DATA_DIR OUT --per-class {sizes} --seeds {options.seeds}"
-        f" --budget {options.budget} --preset {options.preset} --device {options.device} --threads {options.threads}"
-    )
-    head = {"command": command, "environment": environment(device), "task": asdict(task)}
-    rows: list[dict[str, Any]] = []
-    for n in options.per_class:
-        for seed in range(options.seeds):
-            rows.append(run(task.with_settings({"per_class": n}), seed, device, options.data, options.budget))
-            # After each run, because all of them take long.
-            result = head | {"medians": medians(rows), "rows": rows}
-            options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    command = f"python -m benchmarks.distillation DATA_DIR OUT --device {options.device} --threads {options.threads}"
+    head = {"command": command, "environment": environment(device)}
+    before = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else {}
+    if before and before["environment"] != head["environment"]:
+        parser.error(f"{options.out} was measured in another environment; name another file.")
+    result = head | {"all_images": before.get("all_images", []), "runs": before.get("runs", [])}
+
+    def save() -> None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    for label in PLAN:
+        for seed in PLAN[label][2]:
+            if label in options.only and (options.seeds is None or seed in options.seeds):
+                found = run(label, seed, device, options.data)
+                others = [row for row in result["runs"] if (row["label"], row["seed"]) != (label, seed)]
+                places = list(PLAN)
+                result["runs"] = sorted([*others, found], key=lambda row: (places.index(row["label"]), row["seed"]))
+                save()  # after each run, because all of them take long
+    if "all images" in options.only:
+        result["all_images"] = everything(device, options.data)
+        save()
 
 
 if __name__ == "__main__":

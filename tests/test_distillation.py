@@ -44,7 +44,7 @@ def close(found, expected, tol=1e-8):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return idx_files.write(tmp_path_factory.mktemp("data") / "fashion-mnist", idx_files.image_set())
+    return idx_files.write(tmp_path_factory.mktemp("data") / "fashion-mnist", idx_files.image_set(train=1000))
 
 
 class TestHypergradient:
@@ -135,7 +135,7 @@ class TestData:
         assert float(sets.x.mean()) == pytest.approx(0, abs=1e-5)
         assert float(sets.x.std()) == pytest.approx(1, rel=1e-5)
         pixels = (sets.x * sets.deviation + sets.mean) * 255
-        raw = idx_files.image_set()["train-images-idx3-ubyte"].reshape(120, -1)
+        raw = idx_files.image_set(train=1000)["train-images-idx3-ubyte"].reshape(1000, -1)
         assert sorted(map(tuple, pixels.round().int().tolist())) == sorted(map(tuple, raw.tolist()))
 
     @pytest.mark.parametrize("start", ["mean", "real", "noise"])
@@ -157,12 +157,25 @@ class TestData:
         real = [bool((i.extra.x == i.problem.v.given[0]).all(1).any()) for i in (few, many)]
         assert real == [False, True]
 
-    def test_some_of_each_class_and_again_where_there_are_too_few(self):
-        y = torch.tensor([0, 1, 1, 2, 2, 2, 2])
-        found = some_of_each(y, 3, 3, torch.Generator().manual_seed(0))
-        assert y[found].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-        assert found[:3].tolist() == [0, 0, 0]
-        assert len(set(found[6:].tolist())) == 3
+    def test_some_of_each_class_and_none_twice(self):
+        y = torch.tensor([0, 1, 1, 0, 2, 2, 2, 2])
+        found = some_of_each(y, 3, 2, torch.Generator().manual_seed(0))
+        assert y[found].tolist() == [0, 0, 1, 1, 2, 2]
+        assert len(set(found.tolist())) == 6
+
+    def test_more_images_than_the_rarest_class_has_are_refused(self, folder):
+        Distillation(per_class=100).load(0, CPU, folder)
+        with pytest.raises(nhgd.InputError, match="per_class is 101, but class 0 has 100 training samples only"):
+            Distillation(per_class=101).load(0, CPU, folder)
+
+    @pytest.mark.parametrize("box", [False, True])
+    def test_pixels_stay_between_black_and_white_if_asked(self, box):
+        instance = QUICK.with_settings({"box": box, "outer_lr": 1.0}).build(0, CPU)
+        solution = instance.start(metrics_every=99).run(steps=5)
+        pixels = instance.problem.v.given.detach() * instance.extra.deviation + instance.extra.mean
+        inside = float(pixels.min()) >= -1e-6 and float(pixels.max()) <= 1 + 1e-6
+        assert inside == box
+        assert len(solution.history) == 5
 
     @pytest.mark.parametrize(
         ("settings", "message"),
