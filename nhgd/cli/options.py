@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -46,6 +47,13 @@ def device_called(name: str) -> torch.device:
         if number and int(number) >= count:
             raise InputError(f"There is no {name}: this machine has {count} CUDA device(s), counted from 0.")
     return torch.device(name)
+
+
+def device_of_rank(device: torch.device) -> torch.device:
+    """One GPU for each process of a machine, as long as there are enough."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def keep_to_threads(threads: int | None, device: torch.device) -> None:

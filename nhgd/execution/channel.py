@@ -24,6 +24,7 @@ from nhgd.execution.packing import from_bytes, shapes, to_bytes
 from nhgd.execution.pulse import Pulse
 
 HEAD = 5  # numbers: kind, a number of the sender's, bytes of text, of tensors, of tensors on the GPU's own wire
+SILENT = 9  # a lane on which nothing is sent: it only breaks when the other is gone
 FOREVER = timedelta(days=1000)  # gloo breaks the whole group when a wait times out, and an idle lane is no fault
 
 
@@ -64,9 +65,12 @@ class Channel:
         self._threads: list[threading.Thread] = []
         self._ended = False
         self.failure: str | None = None
-        self.excused: set[int] = set()  # who has done his part and may leave
         self._left: set[int] = set()
+        self.interrupts: list[Callable[[], None]] = [lambda: interrupt(group, rank)]
         pulse.on_loss(self.fail)
+        for other in range(group.size()):
+            if other != rank:
+                self.listen(other, SILENT)
 
     def listen(self, source: int, tag: int, device: torch.device | None = None) -> Lane:
         """Receive what another process sends on a lane; bodies on the GPU's own wire come to `device`."""
@@ -143,8 +147,9 @@ class Channel:
 
     def check(self) -> None:
         """Raise when a process that is needed is lost."""
-        if self.failure is None and self._pulse.engaged and self._left - self.excused:
-            self.fail(self._pulse.why(min(self._left - self.excused)))
+        for other in list(self._left):
+            if self.failure is None and self._pulse.engaged:
+                self._broken(other)
         if self.failure is not None:
             raise RunError(self.failure)
 
@@ -166,39 +171,31 @@ class Channel:
             return waiting.popleft()
 
     def fail(self, sentence: str) -> None:
-        """Nothing can go on: wake everybody who waits, also inside torch."""
+        """Nothing can go on: tell the others, and wake everybody who waits here, also inside torch."""
         with self.changed:
-            if self.failure is None:
-                self.failure = sentence
+            if self.failure is not None:
+                return
+            self.failure = sentence
             self.changed.notify_all()
-        self._interrupt()
+        self._pulse.say(sentence, 0.5)  # before the others see our connections close
+        for interrupt in self.interrupts:
+            interrupt()
 
     def close(self) -> None:
         """End the threads. Nothing may be on its way any more."""
         self._ended = True
-        self._interrupt()
+        self.interrupts[0]()
         for thread in self._threads:
             thread.join(2.0)
 
-    def _interrupt(self) -> None:
-        # A wait that times out breaks every other wait in the group, which is what we want here. It is done elsewhere,
-        # because this thread may be the one that must not stand still.
-        def work() -> None:
-            try:
-                other = (self._rank + 1) % self._group.size()
-                self._group.recv([torch.empty(1)], other, 99).wait(timedelta(milliseconds=1))
-            except Exception:
-                return
-
-        if self._group.size() > 1:
-            threading.Thread(target=work, daemon=True).start()
-
     def _broken(self, other: int) -> None:
-        if self._ended or self.failure is not None or other in self.excused:
-            return
+        """The connection to another process is closed: a fault, unless nobody needs anybody any more."""
         self._left.add(other)
-        if self._pulse.engaged:
-            self.fail(self._pulse.why(other))
+        if self._ended or self.failure is not None or not self._pulse.engaged:
+            return
+        why = self._pulse.why(other)
+        if why is not None and not self._ended and self._pulse.engaged:
+            self.fail(why)
 
     def _receive(self, lane: Lane, device: torch.device | None) -> None:
         try:
@@ -231,6 +228,20 @@ class Channel:
 
     def _wait_for(self, lane: Lane, buffer: Tensor) -> None:
         self._group.recv([buffer], lane.source, lane.tag).wait()
+
+
+def interrupt(group: Any, rank: int) -> None:
+    """Break every wait in a gloo group of which this is the member `rank`, by one that times out."""
+
+    def work() -> None:
+        try:
+            group.recv([torch.empty(1)], (rank + 1) % group.size(), 99).wait(timedelta(milliseconds=1))
+        except Exception:
+            return
+
+    # In a thread of its own, because the one that calls may be the one that must not stand still.
+    if group.size() > 1:
+        threading.Thread(target=work, name="nhgd interrupt", daemon=True).start()
 
 
 def as_text(content: Any) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, final
 
 from torch import Tensor
 
-from nhgd.errors import InputError, RunError, positive
+from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError, positive
 from nhgd.execution.base import AbstractExecutor, Curvature, Report, Traffic
 from nhgd.execution.channel import FOREVER, Lane, Message, as_text
 from nhgd.execution.division import Division
@@ -21,7 +21,7 @@ from nhgd.execution.inline import Inline
 from nhgd.execution.membership import Membership, join
 from nhgd.execution.packing import shapes, to_bytes, unpacked
 from nhgd.execution.protocol import Tag, Word, heard
-from nhgd.execution.roles import check_counts
+from nhgd.execution.roles import Roles, check_counts
 from nhgd.execution.serving import Serving
 from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.inverse.damping import resolve_damping
@@ -41,7 +41,7 @@ class Distributed(AbstractExecutor):
     Args:
         max_lag, stale: as for every executor.
         workers: how many processes share the inner loop; None: all that keep no curvature.
-        curvature: how many processes keep curvature. Layers are divided over several by the cost of their
+        curvature_ranks: how many processes keep curvature. Layers are divided over several by the cost of their
             eigendecompositions, which Kronecker-factored inverses allow. 0: none, the workers keep it themselves.
         timeout: seconds without a sign of life after which a process counts as lost, and the run ends.
     """
@@ -53,14 +53,15 @@ class Distributed(AbstractExecutor):
         max_lag: int | None = None,
         stale: bool = False,
         workers: int | None = None,
-        curvature: int = 1,
+        curvature_ranks: int = 1,
         timeout: float = 30.0,
     ) -> None:
         super().__init__(max_lag, stale)
-        check_counts(workers, curvature)
+        check_counts(workers, curvature_ranks)
         positive("Distributed", timeout=timeout)
-        self._counts = workers, curvature
+        self._counts = workers, curvature_ranks
         self._timeout = timeout
+        self.last_resort: Callable[[str], None] | None = None  # called when a process is lost, from another thread
         self._member: Membership | None = None
         self._local: Inline | None = None  # where the workers keep curvature themselves
         self._serving: Serving | None = None
@@ -70,7 +71,11 @@ class Distributed(AbstractExecutor):
         self._layouts: dict[Any, int] = {}
         self._messages = 0  # sent on the lane of records
         self._received = 0  # bytes that the curvature ranks had from the other inner ranks
-        self._finished = False
+
+    @property
+    def roles(self) -> Roles:
+        """Who will do what, as far as it is known before the processes have met: one inner rank where nobody said more."""
+        return Roles(self._counts[0] or 1, self._counts[1]) if self._member is None else self._member.roles
 
     # Joining.
 
@@ -80,6 +85,8 @@ class Distributed(AbstractExecutor):
             return
         self._member = join(*self._counts, self._timeout, theta.device)
         self.traffic.processes = self._member.roles.world
+        if self.last_resort is not None:
+            self._member.pulse.on_loss(self.last_resort)
         atexit.register(_close, weakref.ref(self))
         if self._member.is_inner and self._member.team_group is not None:
             self.team = Team.of(self._member.team_group, FOREVER.total_seconds())
@@ -107,7 +114,7 @@ class Distributed(AbstractExecutor):
         if inverse.records is None:
             raise InputError(
                 f"{inverse.name} learns nothing from the inner steps, so a curvature rank would have nothing to do. Use"
-                " curvature=0 to share the inner loop alone, or an inverse that learns, such as kfac."
+                " curvature_ranks=0 to share the inner loop alone, or an inverse that learns, such as kfac."
             )
         if self.serves:
             if self._serving is None:
@@ -138,11 +145,12 @@ class Distributed(AbstractExecutor):
     def _here(self) -> Membership:
         if self._member is None:
             raise RunError("The distributed executor is closed, or was not started. Make a new one for another run.")
-        self._member.pulse.engaged = True
+        self._member.pulse.engage()
         return self._member
 
     def begin(self) -> None:
         """Tell the inverse that a new outer step begins."""
+        self._here()
         if self._local is not None:
             self._local.begin()
             return
@@ -206,10 +214,6 @@ class Distributed(AbstractExecutor):
     def _request(self, word: Word, text: Any = None, tensors: Any = None, overtake: bool = False) -> list[Message]:
         """Ask every curvature rank and wait for the answers; of several inner ranks the first asks for all."""
         member = self._here()
-        if self._finished:
-            raise RunError(
-                "The curvature ranks have finished their run and wait for the next: ask them inside of run()."
-            )
         if member.rank == 0:
             for part, keeper in enumerate(member.roles.keepers):
                 given = () if tensors is None else tensors(part)
@@ -299,16 +303,16 @@ class Distributed(AbstractExecutor):
         member = self._here()
         if self._serving is None:
             raise InputError(
-                "This method has no inverse that learns, so a curvature rank would have nothing to do. Use curvature=0 to"
+                "This method has no inverse that learns, so a curvature rank would have nothing to do. Use curvature_ranks=0 to"
                 " share the inner loop alone."
             )
         last = self._serving.serve()
-        member.pulse.engaged = False
+        member.pulse.release()
         return Report(last.text, last.tensors)
 
     def finish(self, report: Callable[[], Report]) -> None:
         """Let the curvature ranks go, with a report of the first inner rank."""
-        if self._member is None or self._local is not None:
+        if self._member is None:
             return
         member = self._here()
         found = report() if member.rank == 0 else Report({}, [])
@@ -319,13 +323,24 @@ class Distributed(AbstractExecutor):
         self._messages += 1
         member.channel.flush(self._timeout)
         member.channel.check()
-        member.pulse.engaged = False
+        member.pulse.release()
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this process stops, and leave them."""
         if self._member is not None:
-            self._member.pulse.say(str(error) or type(error).__name__)
+            interrupted = isinstance(error, KeyboardInterrupt)
+            self._member.pulse.say("it was interrupted." if interrupted else str(error) or type(error).__name__)
             self.close()
+
+    def explained(self, error: NhgdError) -> NhgdError:
+        """The error itself, or the loss of a process behind it: what others see of that first is a broken connection."""
+        member = self._member
+        if member is None or not isinstance(error, RunError) or isinstance(error, NonFiniteError):
+            return error
+        deadline = time.monotonic() + 3.0
+        while self.team.size > 1 and member.channel.failure is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return error if member.channel.failure is None else RunError(member.channel.failure)
 
     def agreed(self, inverse: AbstractInverse) -> AbstractInverse:
         """The inverse with the settings that the first process has chosen for it."""
@@ -338,11 +353,11 @@ class Distributed(AbstractExecutor):
         return changed if own is inverse else replace(inverse, **{"inverse": changed})
 
     def measured(self) -> Traffic:
-        """What was done so far; bytes are those of all inner ranks as far as they are known here."""
+        """What was done so far; bytes are what all inner ranks sent for curvature, and what this one sent to the others."""
         if self._local is not None:
             return replace(self._local.measured(), processes=self.traffic.processes)
         found = super().measured()
-        return replace(found, bytes_sent=found.bytes_sent + self._received)
+        return replace(found, bytes_sent=found.bytes_sent + self._received + self.team.bytes_sent)
 
     def close(self) -> None:
         """Leave the others."""

@@ -36,7 +36,7 @@ class Division:
         if not isinstance(inverse, AbstractKronecker):
             raise InputError(
                 f"{inverse.name} keeps one state for all parameters, which cannot be divided over {parts} curvature ranks. Use"
-                " curvature=1, or kfac or ekfac, which are divided by layers."
+                " curvature_ranks=1, or kfac or ekfac, which are divided by layers."
             )
         layers = layer_shapes(theta)
         if theta.root is None or len(layers) < parts:

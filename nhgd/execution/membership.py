@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from nhgd.errors import InputError, RunError
-from nhgd.execution.channel import FOREVER, Channel
+from nhgd.execution.channel import FOREVER, Channel, interrupt
 from nhgd.execution.pulse import Pulse
 from nhgd.execution.roles import Roles
 
@@ -33,7 +33,6 @@ class Membership:
     rank: int
     pulse: Pulse
     channel: Channel
-    groups: list[Any]
     team_group: Any  # of the inner ranks, or None where there is only one
     store: Any
     _agreed: int = 0
@@ -59,8 +58,8 @@ class Membership:
         return found
 
     def leave(self) -> None:
-        """End threads and groups."""
-        self.pulse.engaged = False
+        """End the threads; who leaves has done its part, or has said why not."""
+        self.pulse.release()
         self.channel.close()
         self.pulse.stop()
 
@@ -96,13 +95,12 @@ def join(workers: int | None, curvature: int, timeout: float, device: torch.devi
         team = dist.new_group(list(roles.inner), backend=kind, timeout=FOREVER) if roles.workers > 1 else None
         return wire, nccl, team
 
-    pulse.engaged = True
-    try:
-        wire, nccl, team = _interruptible(groups, pulse)
-    finally:
-        pulse.engaged = False
-    found = [group for group in (wire, nccl, team) if group is not None and group != dist.GroupMember.NON_GROUP_MEMBER]
-    return Membership(roles, rank, pulse, Channel(wire, rank, pulse, nccl), found, team, _store())
+    pulse.engage()
+    wire, nccl, team = _interruptible(groups, pulse)
+    channel = Channel(wire, rank, pulse, nccl)
+    if team is not None and rank < roles.workers:
+        channel.interrupts.append(lambda: interrupt(team, rank))
+    return Membership(roles, rank, pulse, channel, team, _store())
 
 
 def _backend() -> str:

@@ -17,8 +17,8 @@ class Pulse:
     """Every process writes a number into a shared store, again and again, and reads those of the others.
 
     A process whose number stays the same for `timeout` seconds is lost, and so is the store's keeper when the store does
-    not answer for so long. A process that ends on purpose leaves its last words there. The store is a torch.distributed
-    one, through a connection that nobody else uses. Two daemon threads are at work, because a store whose keeper is
+    not answer for so long. A process that fails leaves its last words there, and one that has done its part says so and
+    may leave. The store is a torch.distributed one, through a connection that nobody else uses. Two daemon threads are at work, because a store whose keeper is
     paused never answers: one beats, one watches the time.
 
     Args:
@@ -35,19 +35,37 @@ class Pulse:
         self._interval = min(1.0, timeout / 5)
         self._beats = 0
         self._words: str | None = None
-        self._said = threading.Event()
+        self._done = False
+        self._told: tuple[int, str | None, bool] = (0, None, False)  # what the store knows of us
         self._hurry = threading.Event()
         self._ended = False
         self._round = time.monotonic()
         self._numbers: dict[int, tuple[int, float]] = {}
         self._last_words: dict[int, str] = {}
+        self._excused: set[int] = set()
         self._alarms: list[Callable[[str], None]] = []
-        self.engaged = False  # whether the others are needed now; who has done his part may leave
+        self._engaged = False
+
+    @property
+    def engaged(self) -> bool:
+        """Whether the others are needed now: only then is a loss a loss."""
+        return self._engaged
+
+    def engage(self) -> None:
+        """The others are needed from now on, and we are needed by them."""
+        if not self._engaged:
+            self._engaged, self._done = True, False
+
+    def release(self) -> None:
+        """This process has done its part, and the others know it when this returns."""
+        if self._engaged:
+            self._engaged, self._done = False, self._words is None
+            self._publish(lambda: self._told[2] or not self._done)
 
     def start(self, patience: float) -> None:
         """Begin to beat, and wait until everyone does."""
         self._store.set_timeout(timedelta(seconds=max(1.0, self._timeout)))
-        self._store.set(self._key(self._rank), json.dumps([0, None]))
+        self._store.set(self._key(self._rank), json.dumps([0, None, False]))
         deadline = time.monotonic() + patience
         missing = list(self._others)
         while missing:
@@ -75,7 +93,8 @@ class Pulse:
         for other, words in list(self._last_words.items()):
             return f"{self._roles.called(other)} stopped: {words}"
         now = time.monotonic()
-        silent = [other for other, (_, heard) in self._numbers.items() if now - heard > self._timeout]
+        late = (other for other, (_, heard) in self._numbers.items() if now - heard > self._timeout)
+        silent = [other for other in late if other not in self._excused]
         if now - self._round > self._timeout:
             who = "The store of the process group" if self._keeper is None else self._roles.called(self._keeper)
             return f"{who} could not be reached for {self._timeout:g} s."
@@ -84,24 +103,32 @@ class Pulse:
             return f"{names} gave no sign of life for {self._timeout:g} s."
         return None
 
-    def why(self, rank: int) -> str:
-        """Why a process closed its connection: its last words, for which we wait a moment."""
+    def why(self, rank: int) -> str | None:
+        """Why a process closed its connection: its last words, for which we wait a moment. None: it had done its part."""
         deadline = time.monotonic() + 2 * self._interval
         self._hurry.set()
-        while rank not in self._last_words and time.monotonic() < deadline and not self._ended:
+        while time.monotonic() < deadline and not self._ended:
+            if rank in self._excused:
+                return None
+            if rank in self._last_words:
+                break
             time.sleep(0.02)
-        words = self._last_words
-        if rank in words:
-            return f"{self._roles.called(rank)} stopped: {words[rank]}"
-        for other, said in list(words.items()):
-            return f"{self._roles.called(other)} stopped: {said}"
+        for other, said in [(rank, self._last_words.get(rank)), *self._last_words.items()]:
+            if said is not None:
+                return f"{self._roles.called(other)} stopped: {said}"
         return f"{self._roles.called(rank)} is gone: it closed its connection without a word."
 
     def say(self, words: str, patience: float = 2.0) -> None:
-        """Leave last words for the others."""
-        self._words = words
-        self._hurry.set()
-        self._said.wait(patience)
+        """Leave last words for the others; the first ones count."""
+        self._words = self._words or words
+        self._publish(lambda: self._told[1] is not None, patience)
+
+    def _publish(self, known: Callable[[], bool], patience: float = 2.0) -> None:
+        """Beat at once, and wait until the store knows."""
+        deadline = time.monotonic() + patience
+        while not known() and time.monotonic() < deadline and not self._ended:
+            self._hurry.set()
+            time.sleep(0.005)
 
     def stop(self) -> None:
         """Beat no more."""
@@ -110,26 +137,26 @@ class Pulse:
 
     def _beat(self) -> None:
         while not self._ended:
-            words = self._words
+            self._hurry.clear()
             try:
                 self._beats += 1
-                self._store.set(self._key(self._rank), json.dumps([self._beats, words]))
+                telling = self._beats, self._words, self._done
+                self._store.set(self._key(self._rank), json.dumps(telling))
                 found = self._store.multi_get([self._key(other) for other in self._others]) if self._others else []
                 now = time.monotonic()
                 for other, text in zip(self._others, found, strict=True):
-                    number, said = json.loads(text)
+                    number, words, done = json.loads(text)
                     if number != self._numbers[other][0]:
                         self._numbers[other] = number, now
-                    if said is not None:
-                        self._last_words[other] = said
+                    if words is not None:
+                        self._last_words[other] = words
+                    (self._excused.add if done else self._excused.discard)(other)
+                self._told = telling
                 self._round = now
-                if words is not None:
-                    self._said.set()
             except Exception:
                 # The connection is broken or the store is gone: the watch will say so when the time is up.
                 time.sleep(self._interval / 5)
             self._hurry.wait(self._interval)
-            self._hurry.clear()
 
     def _watch(self) -> None:
         while not self._ended:

@@ -29,7 +29,7 @@ class Roles:
             raise InputError(
                 f"There are {world} process(es), and {wanted} for the inner loop with {curvature} for curvature make"
                 f" {(workers or 1) + curvature}. Start as many: torchrun --nproc-per-node {(workers or 1) + curvature}, or"
-                " change workers and curvature."
+                " change workers and curvature_ranks."
             )
         return found
 
@@ -58,4 +58,4 @@ def check_counts(workers: int | None, curvature: int) -> None:
     if workers is not None:
         counted("Distributed", workers=workers)
     if not isinstance(curvature, int) or isinstance(curvature, bool) or curvature < 0:
-        raise InputError(f"Distributed: curvature is the number of curvature ranks, 0 or more, got {curvature!r}.")
+        raise InputError(f"Distributed: curvature_ranks must be a whole number, 0 or more, got {curvature!r}.")

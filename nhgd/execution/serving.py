@@ -62,7 +62,6 @@ class Serving:
     def serve(self) -> Message:
         """Until the inner ranks have finished: the first one's last message."""
         last: Message | None = None
-        self._channel.excused.clear()
         while last is None:
             self._channel.wait(lambda: self._due() or self._channel.inbox[self._lanes[0]])
             if self._due():
@@ -72,9 +71,7 @@ class Serving:
             else:
                 last = self._change(self._channel.take(self._lanes[0]))
         for lane in self._lanes[1:]:
-            self._channel.excused.add(self._lanes[0].source)
             self._channel.take(lane)
-            self._channel.excused.add(lane.source)
         return last
 
     def _due(self) -> bool:

@@ -1,0 +1,207 @@
+"""Starting the processes of a distributed run on this machine, and ending them, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from nhgd.errors import RunError
+from nhgd.execution.roles import Roles
+
+LAUNCHER = "NHGD_LAUNCHER"  # in the environment of a process that was started here: who started it
+NOTICING = 10.0  # seconds for the others to notice that one has failed, and to say so
+LEAVING = 2.0  # seconds to end after being asked
+
+
+def started_by_someone() -> bool:
+    """Whether this process is one of several that torchrun, or `launch`, has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@dataclass
+class Member:
+    """One started process, and what it has said."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    said: bytearray = field(default_factory=bytearray)
+    readers: list[threading.Thread] = field(default_factory=list)
+
+    def sentence(self) -> str | None:
+        """Its last error."""
+        lines = self.said.decode(errors="replace").splitlines()
+        errors = [line.removeprefix("Error: ") for line in lines if line.startswith("Error: ")]
+        return errors[-1] if errors else None
+
+
+def launch(arguments: Sequence[str], roles: Roles, restarts: int) -> int:
+    """Run `nhgd ARGUMENTS` in several processes; the exit code of the whole.
+
+    The first process speaks: its standard output is ours. When a process fails, the others have a while to notice and then
+    are ended; a failed run, but not a refused one, is started again up to `restarts` times.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    for attempt in range(restarts + 1):
+        with _members(arguments, roles, store.port, attempt) as (members, output):
+            code = _watch(members)
+            for member in members:
+                for reader in member.readers:
+                    reader.join(LEAVING)
+        if code != 1 or attempt == restarts:
+            sys.stdout.flush()
+            sys.stdout.buffer.write(output)
+            sys.stdout.flush()
+            first = members[0].process.returncode
+            if code == 1 and first not in (1, 2):
+                raise RunError(_reason(members, roles))
+            return code
+        print(f"{_reason(members, roles)} Starting again, {attempt + 1} of {restarts}.", file=sys.stderr)
+    raise AssertionError
+
+
+def _reason(members: Sequence[Member], roles: Roles) -> str:
+    """Why the run failed, in the words of those who could still speak."""
+    for member in members:
+        sentence = member.sentence()
+        if sentence is not None:
+            return sentence
+    for member in members:
+        code = member.process.returncode
+        if code not in (0, -signal.SIGTERM, -signal.SIGKILL):
+            return f"{roles.called(member.rank)} ended with {_ending(code)}."
+    return f"{roles.called(0)} ended with {_ending(members[0].process.returncode)}."
+
+
+def _ending(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+@contextlib.contextmanager
+def _members(
+    arguments: Sequence[str], roles: Roles, port: int, attempt: int
+) -> Iterator[tuple[list[Member], bytearray]]:
+    """The processes, running; all of them are gone when the block ends."""
+    members: list[Member] = []
+    output = bytearray()
+    before = signal.getsignal(signal.SIGTERM)
+
+    def terminated(*_: Any) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main:
+        signal.signal(signal.SIGTERM, terminated)
+    try:
+        for rank in range(roles.world):
+            members.append(_start(arguments, roles, rank, port, attempt, output))
+        yield members, output
+    finally:
+        _end(members)
+        if in_main:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _start(arguments: Sequence[str], roles: Roles, rank: int, port: int, attempt: int, output: bytearray) -> Member:
+    world = str(roles.world)
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # The store is kept here, as torchrun's agent does, so that it outlives any of the processes.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        LAUNCHER: str(os.getpid()),
+    }
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // roles.world)))
+    process = subprocess.Popen(  # noqa: S603
+        [sys.executable, "-m", "nhgd", *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C comes to us alone, and we end them
+    )
+    member = Member(rank, process)
+    places = [(process.stderr, member.said, rank == 0)] + ([(process.stdout, output, False)] if rank == 0 else [])
+    for pipe, into, aloud in places:
+        reader = threading.Thread(target=_read, args=(pipe, into, aloud), daemon=True)
+        reader.start()
+        member.readers.append(reader)
+    return member
+
+
+def _read(pipe: Any, into: bytearray, aloud: bool) -> None:
+    while chunk := os.read(pipe.fileno(), 65536):
+        into += chunk
+        if aloud:
+            sys.stderr.buffer.write(chunk)
+            sys.stderr.flush()
+
+
+def _watch(members: Sequence[Member]) -> int:
+    """Until all have ended well, or one has failed and the others had time to say so; the exit code of the whole."""
+    failed_at: float | None = None
+    while True:
+        codes = [member.process.poll() for member in members]
+        if all(code == 0 for code in codes):
+            return 0
+        if any(code is not None and code != 0 for code in codes):
+            failed_at = failed_at or time.monotonic()
+            waited = time.monotonic() - failed_at
+            patience = LEAVING if codes[0] is not None else NOTICING
+            if None not in codes or waited > patience:
+                refused = codes[0] == 2 or (codes[0] is None and 2 in codes)
+                return 2 if refused else 1
+        time.sleep(0.05)
+
+
+def _end(members: Sequence[Member]) -> None:
+    """Ask those that still run to end, and then end them; a paused process cannot be asked."""
+    running = [member.process for member in members if member.process.poll() is None]
+    for process in running:
+        process.terminate()
+    deadline = time.monotonic() + LEAVING
+    for process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def tie_to_launcher() -> None:
+    """In a started process: end when the one that started it is gone."""
+    if LAUNCHER not in os.environ:
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, where there is one
+    if os.getppid() != int(os.environ[LAUNCHER]):
+        os._exit(1)
+
+
+def end_now(sentence: str, seconds: float = 5.0) -> None:
+    """The last resort when a process is lost and this one does not notice, deep in a computation: end it from outside."""
+
+    def work() -> None:
+        print(f"Error: {sentence}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(seconds, work)
+    timer.daemon = True
+    timer.start()
