@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,8 +15,9 @@ from nhgd import execution as executions
 from nhgd.algorithm import AbstractAlgorithm, Settings, Stage, StepInfo
 from nhgd.algorithm import resolve as resolve_algorithm
 from nhgd.algorithm.stage import OptimizerFactory, Projection
+from nhgd.checkpoint import Keeper, Saved
 from nhgd.data.batch import Batch, first_bad
-from nhgd.errors import InputError, NonFiniteError
+from nhgd.errors import InputError, NhgdError, NonFiniteError
 from nhgd.execution import AbstractExecutor
 from nhgd.problem import Bilevel
 from nhgd.progress import bar
@@ -26,6 +27,7 @@ from nhgd.variable import Given
 
 Row = dict[str, Any]
 Metrics = Callable[[Any, Any], dict[str, float]]
+_MATERIAL = ("problem", "inner_data", "outer_data")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,26 @@ class Solution:
         return Path(path)
 
 
+@dataclass
+class Run:
+    """One call of `Solver.run`: its stop rules, where it began, and how long the outer loss has not fallen."""
+
+    steps: int | None
+    limit: float | None
+    plateau: int | None
+    first: int
+    began: float
+    best: float = float("inf")
+    waited: int = 0
+
+    def note(self, loss: float) -> None:
+        """The outer loss of one more step."""
+        if loss < self.best - 1e-4 * abs(self.best) or self.best == float("inf"):
+            self.best, self.waited = loss, 0
+        else:
+            self.waited += 1
+
+
 class Solver:
     """Runs an algorithm on a problem.
 
@@ -82,6 +104,10 @@ class Solver:
         seed: of every random number the run draws. The caller's generators are left as they were.
         metrics: (theta, v) -> dict of numbers, added to the history; not part of the time.
         metrics_every: outer steps between two evaluations of the metrics.
+        checkpoint: a folder to keep the run in, so that `Solver.resume` can go on with it, bit for bit, after it was broken
+            off. What an earlier run left there is replaced when this one first writes.
+        checkpoint_every: outer steps between two checkpoints, or a time such as "60s"; by default every 30 seconds, and less
+            often where that would take more than a fiftieth of the time. The end of `run` is always kept.
 
     >>> problem = Bilevel(
     ...     inner=lambda theta, v, x: (theta - v).square().expand(len(x)),
@@ -111,12 +137,16 @@ class Solver:
         seed: int = 0,
         metrics: Metrics | None = None,
         metrics_every: int = 1,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int | str | None = None,
     ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", *_MATERIAL)}
         _check_projections(project, project_v)
         if not isinstance(seed, int) or seed < 0:
             raise InputError(f"seed must be a whole number of at least 0, got {seed!r}.")
         if metrics_every < 1:
             raise InputError(f"metrics_every must be at least 1, got {metrics_every}.")
+        every = _every(checkpoint_every)
         settings = Settings(
             inner_steps, inner_lr, outer_lr, inner_optimizer, outer_optimizer, project, project_v, outer_clip
         )
@@ -130,15 +160,90 @@ class Solver:
         self._randomness = Randomness(seed, problem.theta.device)
         with self._randomness.scope():
             self.stage = Stage(problem, inner_data, outer_data, settings, self.executor, self.algorithm.online)
+            for stream in (self.stage.inner, self.stage.outer):
+                stream.remember = checkpoint is not None
             # The first batches are looked at before anything moves, then drawn again by the run itself.
             problem.validate(self.stage.inner.peek(), self.stage.outer.peek())
             self.stage.project_theta()
             self.stage.project_v()
             self._state = self.algorithm.init(self.stage)
-        self._started: float | None = None
+        self._run: Run | None = None
+        self._broken_off: Run | None = None
+        self._keeper: Keeper | None = None
+        if checkpoint is not None:
+            self._keeper = Keeper(checkpoint, *every, self.stage, self.algorithm, self._state, given)
+            self._keeper.rehearse(self.stage, self._state, self._rest())
+
+    @classmethod
+    def resume(
+        cls,
+        checkpoint: str | Path,
+        problem: Bilevel,
+        inner_data: Iterable[Batch],
+        outer_data: Iterable[Batch],
+        **settings: Any,
+    ) -> Solver:
+        """A solver that stands where the run in a checkpoint stood, and goes on bit for bit as that would have.
+
+        Its next `run` is the continuation of the one that was broken off: the steps and the seconds of that count. So
+        `run(steps=1000)` ends where an unbroken `run(steps=1000)` would have ended, and `run()` takes the stop rules of then.
+
+        Args:
+            checkpoint: the folder that was given to the `Solver`; it is written to again.
+            problem, inner_data, outer_data: built as they were for that run. theta and v take the values that were kept.
+            settings: of the `Solver`. What was kept need not be given again, and may not differ; functions, such as a
+                step size or an optimiser's factory, cannot be kept and must be given.
+        """
+        saved = Saved(checkpoint)
+        solver = cls(problem, inner_data, outer_data, **saved.settings(settings, problem))
+        assert solver._keeper is not None
+        with solver._randomness.scope():
+            solver._state, rest = solver._keeper.put_back(saved, solver.stage)
+        solver._randomness.restore(rest["randomness"])
+        solver.seconds, solver.history = rest["seconds"], rest["history"]
+        solver._broken_off = None if rest["run"] is None else Run(**rest["run"])
+        return solver
+
+    def save(self) -> None:
+        """Write a checkpoint now, between two outer steps."""
+        if self._keeper is None:
+            raise InputError("This solver has no place for checkpoints. Give it one: Solver(..., checkpoint='runs/a').")
+        try:
+            self._keeper.write(self.stage, self._state, self._rest())
+        except NhgdError as error:
+            raise self._with_last(error) from error
+
+    @property
+    def checkpoint(self) -> Keeper | None:
+        """What keeps the run, if anything does: `checkpoint.path`, and `checkpoint.step` of the last one written."""
+        return self._keeper
+
+    def _rest(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the solver itself."""
+        return {
+            "randomness": self._randomness.state(),
+            "seconds": self.seconds,
+            "history": self.history,
+            "run": None if self._run is None else dict(vars(self._run)),
+        }
+
+    def _with_last(self, error: NhgdError) -> NhgdError:
+        """The same error, naming the last good checkpoint."""
+        if self._keeper is not None:
+            error.args = (f"{error}{self._keeper.last()}",)
+        return error
 
     def step(self) -> Row:
         """One outer step; its row of the history."""
+        row = self._advance()
+        self._save_if_due()
+        return row
+
+    def _save_if_due(self) -> None:
+        if self._keeper is not None and self._keeper.due(self.stage.clock.k):
+            self.save()
+
+    def _advance(self) -> Row:
         problem, clock = self.problem, self.stage.clock
         theta, v = problem.theta.flat(), problem.v.flat()
         buffers = (*problem.theta.buffers(), *problem.v.buffers())
@@ -153,7 +258,9 @@ class Solver:
                 problem.v.assign(v)
                 for buffer, value in buffers:
                     buffer.copy_(value)
-                raise self._diagnosed(error) from error
+                raise self._with_last(self._diagnosed(error)) from error
+            except NhgdError as error:
+                raise self._with_last(error) from error.__cause__
             clock.k += 1
         self.seconds += time.perf_counter() - started
         row: Row = {
@@ -193,9 +300,11 @@ class Solver:
     ) -> Solution:
         """Run until a stop rule holds.
 
+        After `Solver.resume` the first call continues the run that was broken off; what that had used up counts.
+
         Args:
             steps: outer steps.
-            budget: seconds of solving, as a number or as "60s", "5m", "1h". Metrics do not count.
+            budget: seconds of solving, as a number or as "60s", "5m", "1h". Metrics and checkpoints do not count.
             plateau: stop when the outer loss has not fallen by a part of 1e-4 for this many outer steps.
             progress: a bar on standard error; by default on a terminal only.
         """
@@ -203,31 +312,37 @@ class Solver:
         for name, value in (("steps", steps), ("plateau", plateau)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise InputError(f"{name} must be a whole number of at least 1, got {value}.")
-        if steps is None and limit is None and plateau is None:
+        before, unsaid = self._broken_off, steps is None and limit is None and plateau is None
+        if unsaid and before is None:
             raise InputError("run() needs to know when to stop: steps=1000, budget='60s' or plateau=50.")
-        first, began = self.stage.clock.k, self.seconds
-        best, waited = float("inf"), 0
+        if before is None:
+            run = Run(steps, limit, plateau, self.stage.clock.k, self.seconds)
+        else:
+            run = before if unsaid else replace(before, steps=steps, limit=limit, plateau=plateau)
+        self._run, self._broken_off = run, None
+        if self._keeper is not None and before is None and run.first:
+            self.save()  # a second run: should it be broken off at once, it is this one that goes on
         result: Literal["steps", "budget", "plateau"] = "steps"
         with bar(self.algorithm.name, progress) as tick:
             while True:
-                taken, used = self.stage.clock.k - first, self.seconds - began
-                if steps is not None and taken >= steps:
+                taken, used = self.stage.clock.k - run.first, self.seconds - run.began
+                if run.steps is not None and taken >= run.steps:
                     break
-                if limit is not None and used >= limit:
+                if run.limit is not None and used >= run.limit:
                     result = "budget"
                     break
-                if plateau is not None and waited >= plateau:
+                if run.plateau is not None and run.waited >= run.plateau:
                     result = "plateau"
                     break
-                done = max(taken / steps if steps else 0.0, used / limit if limit else 0.0)
+                done = max(taken / run.steps if run.steps else 0.0, used / run.limit if run.limit else 0.0)
                 self.stage.clock.done = done
-                row = self.step()
+                row = self._advance()
+                run.note(row["outer_loss"])
+                self._save_if_due()
                 tick(done, f"step {row['step']}, outer loss {row['outer_loss']:.4g}")
-                if row["outer_loss"] < best - 1e-4 * abs(best) or best == float("inf"):
-                    best, waited = row["outer_loss"], 0
-                else:
-                    waited += 1
             tick(1.0, "")
+        if self._keeper is not None and self._keeper.step != self.stage.clock.k:
+            self.save()
         return self.solution(result)
 
     def solution(self, result: Literal["steps", "budget", "plateau", "stopped"] = "stopped") -> Solution:
@@ -253,7 +368,7 @@ class Solver:
         """Let go of what the executor holds."""
         self.executor.close()
 
-    def _diagnosed(self, error: NonFiniteError) -> Exception:
+    def _diagnosed(self, error: NonFiniteError) -> NhgdError:
         """The sentence a user needs: what became non-finite, at which step, and why as far as can be seen."""
         step = self.stage.clock.k + 1
         batches = [("inner", batch) for batch in self.stage.recent] + [("outer", self.stage.outer.last)]
@@ -290,6 +405,19 @@ def seconds(budget: str | float) -> float:
     if not 0 < found < float("inf"):
         raise InputError(f"A budget is a time such as 30, '60s', '5m' or '1h', got {budget!r}.")
     return found
+
+
+def _every(given: int | str | None) -> tuple[int | None, float | None]:
+    """Outer steps, or seconds, between two checkpoints."""
+    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 1):
+        return given, None
+    if isinstance(given, str) and given.strip().isdecimal() and int(given) >= 1:
+        return int(given), None
+    if isinstance(given, str) and given.strip()[-1:] in ("s", "m", "h"):
+        return None, seconds(given)
+    raise InputError(
+        f"checkpoint_every is a whole number of outer steps, at least 1, or a time such as '60s' or '5m', got {given!r}."
+    )
 
 
 def _finite(info: StepInfo) -> None:

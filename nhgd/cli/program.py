@@ -46,8 +46,8 @@ class Program(TyperGroup):
                 code = _fail(
                     f"The memory does not suffice: {str(error).splitlines()[0] if str(error) else 'full'}", 1, given
                 )
-            except KeyboardInterrupt:
-                code = _interrupted(given)
+            except KeyboardInterrupt as stop:
+                code = _interrupted(given, stop)
             except BrokenPipeError:
                 # The reader went away, as `| head` does; nothing more can be said to it.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -66,8 +66,8 @@ class Program(TyperGroup):
         """Run the command; Ctrl-C is noted here, before Typer makes something else of it."""
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise typer.Exit(_interrupted(self.given)) from None
+        except KeyboardInterrupt as stop:
+            raise typer.Exit(_interrupted(self.given, stop)) from None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command, or say which one may have been meant."""
@@ -92,8 +92,8 @@ def _fail(sentence: str, code: int, given: list[str]) -> int:
     return code
 
 
-def _interrupted(given: list[str]) -> int:
-    return _fail("Stopped by Ctrl-C. Nothing was written.", 130, given)
+def _interrupted(given: list[str], stop: KeyboardInterrupt | None = None) -> int:
+    return _fail(f"Stopped by Ctrl-C. {str(stop or '') or 'Nothing was written.'}", 130, given)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import fields
@@ -13,6 +14,7 @@ import typer
 
 from nhgd import task as tasks
 from nhgd.algorithm import AbstractAlgorithm
+from nhgd.checkpoint import exists
 from nhgd.cli.options import (
     Changes,
     DataFolder,
@@ -50,6 +52,22 @@ def run(
     data: DataFolder = None,
     out: Out = None,
     preset: Preset = "default",
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="A folder to keep the run in, so that it can be resumed.", show_default=False),
+    ] = None,
+    checkpoint_every: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", help="Outer steps between two checkpoints, or a time such as 60s.", show_default="30s"
+        ),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on from --checkpoint, or from OUT/checkpoint, if there is one; else begin anew."
+        ),
+    ] = False,
     changes: Changes = None,
     as_json: Json = False,
 ) -> None:
@@ -60,6 +78,7 @@ def run(
         seconds(budget)
     if out is not None:
         check_folder(out)
+    kept = _kept(checkpoint, checkpoint_every, resume, out)
     where = device_called(device)
     executor = resolve_execution(execution)
     chosen, rest = for_task(tasks.resolve(task, preset), parse(changes))
@@ -71,7 +90,12 @@ def run(
     _refuse_idle(parse(changes), instance.method_settings, algorithm)
     settings, algorithm = for_run(chosen, algorithm, rest)
     settings = {key: value for key, value in printed.items() if key not in parse(changes)} | settings
-    solver = instance.start(algorithm, seed, executor, **settings)
+    going_on = resume and exists(kept["checkpoint"])
+    if resume and not going_on:
+        print(f"There is no checkpoint in {kept['checkpoint']} yet: the run begins anew.", file=sys.stderr)
+    solver = instance.start(algorithm, seed, executor, resume=going_on, **settings, **kept)
+    if going_on:
+        print(f"Going on from {kept['checkpoint']}, outer step {solver.stage.clock.k}.", file=sys.stderr)
     if steps is None and budget is None:
         steps = instance.steps
     try:
@@ -99,12 +123,28 @@ def run(
                 "out": None if out is None else str(out),
             }
             written = [] if place is None else _write(place, answer, solution, instance.pictures)
+    except KeyboardInterrupt:
+        # It says what lies on disk then.
+        raise KeyboardInterrupt("" if solver.checkpoint is None else solver.checkpoint.last().strip()) from None
     finally:
         solver.close()
     if as_json:
         print_json(answer)
     else:
         _tell(answer, written)
+
+
+def _kept(checkpoint: Path | None, every: str | None, resume: bool, out: Path | None) -> dict[str, Any]:
+    """The settings of the solver that say where and how often the run is kept; none where it is not."""
+    if checkpoint is None and resume:
+        if out is None:
+            raise InputError("--resume needs to know where the run was kept. Add --checkpoint DIR, or --out DIR.")
+        checkpoint = out / "checkpoint"
+    if checkpoint is None:
+        if every is not None:
+            raise InputError("--checkpoint-every needs a place to write to. Add --checkpoint DIR.")
+        return {}
+    return {"checkpoint": checkpoint} | ({} if every is None else {"checkpoint_every": every})
 
 
 def _method(

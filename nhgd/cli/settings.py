@@ -17,7 +17,18 @@ from nhgd.task import AbstractTask
 from nhgd.task.setting import convert, kinds
 
 # What the command line says by other means, or not at all.
-_NOT_SETTINGS = {"self", "problem", "inner_data", "outer_data", "method", "execution", "seed", "metrics"}
+_NOT_SETTINGS = {
+    "self",
+    "problem",
+    "inner_data",
+    "outer_data",
+    "method",
+    "execution",
+    "seed",
+    "metrics",
+    "checkpoint",
+    "checkpoint_every",
+}
 
 
 def parse(pairs: Sequence[str] | None) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -67,10 +68,12 @@ class Instance:
         method: str | AbstractAlgorithm | None = None,
         seed: int = 0,
         execution: str | AbstractExecutor = "inline",
+        resume: bool = False,
         **settings: Any,
     ) -> Solver:
-        """A solver of this instance. Further settings replace those that suit the task."""
-        return Solver(
+        """A solver of this instance, afresh or from its checkpoint. Further settings replace those that suit the task."""
+        begin = partial(Solver.resume, settings.pop("checkpoint", "")) if resume else Solver
+        return begin(
             self.problem,
             self.inner_data,
             self.outer_data,
