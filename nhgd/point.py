@@ -6,7 +6,8 @@ counts the answers. It never forms a D x D array unless asked for `dense()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
 from nhgd.problem import Bilevel, Losses
+from nhgd.randomness import Randomness
+from nhgd.team import Shard, Team
 
 
 @dataclass
@@ -64,13 +67,19 @@ class Point:
         outer_batch: where the outer loss is taken.
         seed: dropout is drawn from it, the same in every product of one batch.
         calls: counters to add to; default: new ones.
+
+    A batch may be a worker's `Shard` of one. Every answer is then the sum over the workers of what each finds on
+
+        (b / B) mean_i( w_i l_i ) + (1 / N) sum( l2 * theta^2 )      over its b of B samples, with N workers
+
+    which is the answer on the whole batch, and all workers must ask the same questions in the same order.
     """
 
     def __init__(
         self,
         problem: Bilevel,
-        inner_batches: Sequence[Batch],
-        outer_batch: Batch = None,
+        inner_batches: Sequence[Batch | Shard],
+        outer_batch: Batch | Shard = None,
         seed: int = 0,
         calls: OracleCalls | None = None,
     ) -> None:
@@ -81,35 +90,95 @@ class Point:
         self.outer_batch = outer_batch
         self.seed = seed
         self.calls = OracleCalls() if calls is None else calls
-        sizes = [common_length(b) or 1 for b in self.inner_batches]
+        sizes = [b.total if isinstance(b, Shard) else common_length(b) or 1 for b in self.inner_batches]
         self._shares = [n / sum(sizes) for n in sizes]
         self._sizes = sizes
         self._kept: tuple[Tensor, ...] | None = None
         self._value: Tensor | None = None  # of the batch whose graph was made last
+        shards = [b for b in self.inner_batches if isinstance(b, Shard)]
+        self._inner_team = shards[0].team if shards else None
+        self._outer_team = outer_batch.team if isinstance(outer_batch, Shard) else None
 
     @property
     def numel(self) -> int:
         """D, the number of inner parameters."""
         return self.problem.theta.numel
 
+    @property
+    def team(self) -> Team | None:
+        """Whose workers are all at this point, each with a part of its batches."""
+        return self._inner_team or self._outer_team
+
+    @contextmanager
+    def _drawing(self, batch: Batch | Shard, seed: int, live: bool = False) -> Iterator[None]:
+        """The setting of one pass. A worker draws dropout for its own samples, and the common generators stand still."""
+        if not isinstance(batch, Shard):
+            with self.problem.guarded(seed, live):
+                yield
+            return
+        own = Randomness(batch.team.seed(seed), self.problem.theta.device)
+        with own.scope(), self.problem.guarded(live=live):
+            yield
+
+    def _objective(self, index: int) -> Tensor:
+        """The inner objective on one batch, ridge included, or this worker's term of it."""
+        problem, batch, team = self.problem, self.inner_batches[index], self._inner_team
+        if team is None:
+            return problem.objective(batch)
+        share = batch.share if isinstance(batch, Shard) else 1 / team.size
+        own = batch.batch if isinstance(batch, Shard) else batch
+        return share * problem.losses(own).mean() + problem.ridge() / team.size
+
+    def _summed(self, tensors: Sequence[Tensor], in_v: Sequence[Tensor] = ()) -> list[Tensor]:
+        """What depends on the inner batches, summed over the workers. Few entries of v may be touched by a batch."""
+        if self._inner_team is None:
+            return [*tensors, *in_v]
+        return self._inner_team.sum(tensors) + (self._inner_team.sparse_sum(in_v) if in_v else [])
+
     def outer(self) -> OuterGradient:
         """The outer loss and its two gradients."""
         theta, v = self.problem.theta, self.problem.v
-        with self.problem.guarded(self.seed), torch.enable_grad():
-            value = self.problem.outer_value(self.outer_batch)
+        with self._drawing(self.outer_batch, self.seed), torch.enable_grad():
+            value = self._outer_term()
             found: Sequence[Tensor | None] = [None] * (len(theta.leaves) + len(v.leaves))
             if value.requires_grad:
                 found = torch.autograd.grad(value, (*theta.leaves, *v.leaves), allow_unused=True)
         self.calls.outer_gradients += 1
         split = len(theta.leaves)
         in_v = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found[split:], v.leaves, strict=True)]
-        return OuterGradient(value.detach(), theta.flatten(found[:split]), in_v)
+        value, in_theta = value.detach(), theta.flatten(found[:split])
+        if self._outer_team is not None:
+            value, in_theta = self._outer_team.sum([value, in_theta])
+            in_v = self._outer_team.sparse_sum(in_v)
+        return OuterGradient(value, in_theta, in_v)
+
+    def _outer_term(self) -> Tensor:
+        """The outer loss, or this worker's term of it."""
+        batch = self.outer_batch
+        if isinstance(batch, Shard):
+            return batch.share * self.problem.outer_value(batch.batch)
+        return self.problem.outer_value(batch)
 
     @torch.no_grad()
     def outer_value(self) -> float:
         """The outer loss alone, for the record: no derivative and no count."""
-        with self.problem.guarded(self.seed):
-            return float(self.problem.outer_value(self.outer_batch))
+        with self._drawing(self.outer_batch, self.seed):
+            value = self._outer_term()
+        return float(value if self._outer_team is None else self._outer_team.sum([value])[0])
+
+    @torch.no_grad()
+    def inner_value(self) -> float:
+        """The inner objective alone, ridge included: no derivative and no count."""
+        theta = self.problem.theta
+        value = torch.zeros((), dtype=theta.dtype, device=theta.device)
+        for index, share in enumerate(self._shares):
+            with self._pass(index):
+                value.add_(self._objective(index), alpha=share)
+        return float(self._summed([value])[0])
+
+    def _pass(self, index: int, live: bool = False) -> AbstractContextManager[None]:
+        """The setting of a pass over one of the inner batches."""
+        return self._drawing(self.inner_batches[index], self.seed + 1 + index, live)
 
     def inner_gradients(self, in_v: bool = True) -> InnerGradients:
         """The inner objective, ridge included, and its two first derivatives, which methods without products use.
@@ -121,8 +190,8 @@ class Point:
         value = torch.zeros((), dtype=theta.dtype, device=theta.device)
         total = [torch.zeros_like(leaf) for leaf in (*theta.leaves, *v.leaves)]
         for index, share in enumerate(self._shares):
-            with self.problem.guarded(self.seed + 1 + index), torch.enable_grad():
-                objective = self.problem.objective(self.inner_batches[index])
+            with self._pass(index), torch.enable_grad():
+                objective = self._objective(index)
                 found = torch.autograd.grad(objective, wrt, allow_unused=True)
             self.calls.inner_gradients += 1
             self.calls.samples += self._sizes[index]
@@ -131,7 +200,8 @@ class Point:
                 if f is not None:
                     t.add_(f, alpha=share)
         split = len(theta.leaves)
-        return InnerGradients(value, theta.flatten(total[:split]), total[split:])
+        value, in_theta, *rest = self._summed([value, theta.flatten(total[:split])], total[split:] if in_v else ())
+        return InnerGradients(value, in_theta, rest if in_v else total[split:])
 
     def _graph(self, index: int) -> tuple[Tensor, ...]:
         """The inner gradient on one batch with its graph, ridge included. Kept when there is one batch only."""
@@ -139,7 +209,7 @@ class Point:
             return self._kept
         problem = self.problem
         with torch.enable_grad():
-            objective = problem.losses(self.inner_batches[index]).mean() + problem.ridge()
+            objective = self._objective(index)
             gradient = torch.autograd.grad(objective, problem.theta.leaves, create_graph=True, materialize_grads=True)
         self._value = objective.detach()
         self.calls.inner_gradients += 1
@@ -162,7 +232,7 @@ class Point:
         self, index: int, parts: Sequence[Tensor], wrt: Sequence[Tensor], several: bool = False
     ) -> Sequence[Tensor | None]:
         """d(gradient . vector)/d(wrt) on one batch, the vector, or `several` stacked ones, given one part a leaf."""
-        with self.problem.guarded(self.seed + 1 + index):
+        with self._pass(index):
             gradient = self._graph(index)
             pairs = [(g, p) for g, p in zip(gradient, parts, strict=True) if g.requires_grad]
             if not pairs:
@@ -179,13 +249,14 @@ class Point:
     def hvp(self, vector: Tensor) -> Tensor:
         """The inner Hessian, ridge included, times a vector (D,)."""
         self.calls.hvps += len(self.inner_batches)
-        return self.problem.theta.flatten(self._pull_back(vector, self.problem.theta.leaves))
+        theta = self.problem.theta
+        return self._summed([theta.flatten(self._pull_back(vector, theta.leaves))])[0]
 
     def hvp_on(self, index: int, vector: Tensor) -> Tensor:
         """The same on one of the inner batches alone, for methods that walk over them."""
         self.calls.hvps += 1
         theta = self.problem.theta
-        return theta.flatten(self._pull_back_on(index, theta.unflatten(vector), theta.leaves))
+        return self._summed([theta.flatten(self._pull_back_on(index, theta.unflatten(vector), theta.leaves))])[0]
 
     def hvps(self, vectors: Tensor) -> Tensor:
         """`hvp` of every row of (m, D): one forward pass and one vectorised backward pass for each batch.
@@ -201,15 +272,18 @@ class Point:
                 for place, f in zip(theta.slices().values(), found, strict=True):
                     if f is not None:
                         total[:, place].add_(f.reshape(len(vectors), -1), alpha=share)
+            failed = False
         except RuntimeError:
+            failed = True
+        if failed if self._inner_team is None else self._inner_team.any(failed):
             return torch.stack([self.hvp(vector) for vector in vectors])
         self.calls.hvps += len(vectors) * len(self.inner_batches)
-        return total
+        return self._summed([total])[0]
 
     def cross(self, vector: Tensor) -> list[Tensor]:
         """The cross derivative, transposed, times a vector (D,): one tensor for each leaf of v."""
         self.calls.cross += len(self.inner_batches)
-        return self._pull_back(vector, self.problem.v.leaves)
+        return self._summed([], self._pull_back(vector, self.problem.v.leaves))
 
     def products(self, vector: Tensor) -> tuple[Tensor, list[Tensor]]:
         """`hvp` and `cross` of one vector, from one backward pass."""
@@ -217,7 +291,8 @@ class Point:
         self.calls.hvps += len(self.inner_batches)
         self.calls.cross += len(self.inner_batches)
         found = self._pull_back(vector, (*theta.leaves, *v.leaves))
-        return theta.flatten(found[: len(theta.leaves)]), found[len(theta.leaves) :]
+        in_theta, *in_v = self._summed([theta.flatten(found[: len(theta.leaves)])], found[len(theta.leaves) :])
+        return in_theta, in_v
 
     def live_gradient(self) -> tuple[Tensor, list[Tensor]]:
         """The inner loss and its gradient, one tensor a leaf, as an inner step takes them: buffers follow.
@@ -229,12 +304,13 @@ class Point:
         value = torch.zeros((), dtype=theta.dtype, device=theta.device)
         total = [torch.zeros_like(leaf) for leaf in theta.leaves]
         for index, share in enumerate(self._shares):
-            with self.problem.guarded(self.seed + 1 + index, live=True):
+            with self._pass(index, live=True):
                 gradient = self._graph(index)
             assert self._value is not None
             value.add_(self._value, alpha=share)
             for t, g in zip(total, gradient, strict=True):
                 t.add_(g.detach(), alpha=share)
+        value, *total = self._summed([value, *total])
         return value, total
 
     def gradient(self) -> Tensor:
@@ -242,9 +318,9 @@ class Point:
         theta = self.problem.theta
         total = torch.zeros(theta.numel, dtype=theta.dtype, device=theta.device)
         for index, share in enumerate(self._shares):
-            with self.problem.guarded(self.seed + 1 + index):
+            with self._pass(index):
                 total.add_(theta.flatten([g.detach() for g in self._graph(index)]), alpha=share)
-        return total
+        return self._summed([total])[0]
 
     def dense(self) -> Tensor:
         """The inner Hessian as an array (D, D), symmetrised: D products."""
@@ -301,7 +377,11 @@ class Point:
     def _mean_of(self, product: Callable[[Losses], Tensor]) -> Tensor:
         total = torch.zeros(self.numel, dtype=self.problem.theta.dtype, device=self.problem.theta.device)
         for index, (batch, share) in enumerate(zip(self.inner_batches, self._shares, strict=True)):
-            with self.problem.guarded(self.seed + 1 + index), torch.enable_grad():
+            if isinstance(batch, Shard):
+                batch, share = batch.batch, share * batch.share
+            elif self._inner_team is not None:
+                share = share / self._inner_team.size
+            with self._pass(index), torch.enable_grad():
                 losses = self.problem.losses(batch)
                 if not losses.per_sample:
                     raise InputError(
@@ -309,4 +389,4 @@ class Point:
                         " Return losses of shape (B,)."
                     )
                 total.add_(product(losses), alpha=share)
-        return total
+        return self._summed([total])[0]

@@ -4,11 +4,14 @@ Scale. With the objective mean_i( w_i l_i ) the empirical Fisher matrix is F = m
 gradient of l_i. All records hold rows that satisfy F = (1/B) rows^T rows, the ridge left out. For the exact and the
 sampled Fisher matrix s_i s_i^T becomes sum_k s_ik s_ik^T with s_ik = J_i^T r_ik, the roots r_ik of the likelihood pulled
 back by K further backward passes; a record then holds K rows for each sample.
+
+In a team each worker has the record of its part of the batch. `parts` then says how many samples every worker has, and
+with a `team` an inverse sums over the workers what it makes of the record. Without one it is a batch like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -16,6 +19,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from nhgd.team import Team
 
 RecordKind: TypeAlias = Literal["batch", "raw", "sample", "layer"]
 FisherKind: TypeAlias = Literal["empirical", "exact", "sampled"]
@@ -41,6 +46,8 @@ class PerSampleGradients:
 
     rows: Tensor
     samples: int
+    parts: tuple[int, ...] | None = None
+    team: Team | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,8 @@ class LayerStatistics:
     other_rows: Tensor | None
     weights: Tensor | None  # (B,)
     samples: int
+    parts: tuple[int, ...] | None = None
+    team: Team | None = field(default=None, repr=False, compare=False)
 
 
 InnerRecord: TypeAlias = BatchGradient | PerSampleGradients | LayerStatistics
@@ -143,6 +152,50 @@ def tensors(record: InnerRecord) -> Iterator[Tensor]:
 
     mapped(record, note)
     return iter(found)
+
+
+def joined(record: InnerRecord, team: Team) -> InnerRecord:
+    """The same record as summed over a team, where it is of a part of a batch."""
+    if isinstance(record, BatchGradient) or record.parts is None:
+        return record  # the gradient of a batch is that of all workers already
+    return replace(record, team=team)
+
+
+def observed_samples(record: InnerRecord) -> int:
+    """The samples that an inverse counts: those of all workers where it sums over them."""
+    if isinstance(record, BatchGradient) or record.team is None or record.parts is None:
+        return record.samples
+    return sum(record.parts)
+
+
+def mean_over_team(record: InnerRecord, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Means over this record's samples as means over those of all workers."""
+    if isinstance(record, BatchGradient) or record.team is None or record.parts is None:
+        return list(tensors)
+    return record.team.mean(tensors, record.parts)
+
+
+def whole(record: InnerRecord) -> InnerRecord:
+    """The record of the whole batch, gathered from all workers, in the order of the samples."""
+    if isinstance(record, BatchGradient) or record.team is None or record.parts is None:
+        return record
+    samples, team, parts = record.samples, record.team, record.parts
+    # Rows come root by root, (K B, ...): the samples are brought to the front, and back.
+    found = iter(team.gather([_by_sample(t, samples) for t in tensors(record)], parts))
+    gathered = mapped(record, lambda t: _by_root(next(found), len(t) // samples))
+    assert not isinstance(gathered, BatchGradient)
+    return replace(gathered, samples=sum(parts), parts=None)
+
+
+def _by_sample(tensor: Tensor, samples: int) -> Tensor:
+    """(K B, ...) -> (B, K, ...)."""
+    return tensor.reshape(-1, samples, *tensor.shape[1:]).transpose(0, 1)
+
+
+def _by_root(tensor: Tensor, roots: int) -> Tensor:
+    """(B, K, ...) -> (K B, ...)."""
+    assert tensor.shape[1] == roots
+    return tensor.transpose(0, 1).flatten(0, 1)
 
 
 @dataclass(frozen=True)

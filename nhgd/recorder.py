@@ -8,6 +8,7 @@ graph instead of the output tensor keeps in-place activations harmless.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from nhgd.record import (
     PerSampleGradients,
     RecordKind,
 )
+from nhgd.team import Shard
 
 
 @dataclass
@@ -83,9 +85,14 @@ class Recorder:
         self._likely = False  # whether the likelihood was compared with the losses
         self._others = OneSampleGradients(problem)
 
-    def step(self, batch: Batch) -> InnerStep:
-        """The inner gradient on a batch, at the problem's current theta and v, with its record."""
+    def step(self, batch: Batch | Shard) -> InnerStep:
+        """The inner gradient on a batch, at the problem's current theta and v, with its record.
+
+        On a worker's part of a batch the loss and the gradient are those of the whole batch, and the record that of the part.
+        """
         problem, theta = self.problem, self.problem.theta
+        part = batch if isinstance(batch, Shard) else None
+        batch = batch if part is None else part.batch
         tapping = self.kind in ("layer", "sample")
         v: Sequence[Tensor] | None = [leaf.detach() for leaf in problem.v.leaves]
         if problem.v.root is not None:
@@ -112,6 +119,13 @@ class Recorder:
                 self._check_independent(losses, calls)
                 self._unaccounted |= self._find_unaccounted(self._layers(losses, calls, [scores]), calls, data, value)
                 self._verified |= {call.weight for call in calls}
+            value = value.detach()
+            samples = losses.values.numel() if losses.per_sample else (common_length(batch) or 1)
+            if part is not None:
+                samples = part.total
+                value, data = self._summed(part, value, data, calls)
+                if unseen:
+                    self._unaccounted = part.team.union(self._unaccounted, theta.names)
             seeds = self._seeds(losses)
             columns = [scores]
             if seeds is not None and losses.outputs is not None and edges:
@@ -120,7 +134,7 @@ class Recorder:
                     for seed in seeds
                 ]
         self.calls.inner_gradients += 1
-        self.calls.samples += losses.values.numel() if losses.per_sample else (common_length(batch) or 1)
+        self.calls.samples += samples
         with torch.no_grad():
             gradient = [
                 (torch.zeros_like(leaf) if g is None else g)
@@ -128,8 +142,26 @@ class Recorder:
                 else _plus(g, 2 * c * leaf)
                 for g, c, leaf in zip(data, problem.ridge_coefficients(), theta.leaves, strict=True)
             ]
-            record = self._record(batch, losses, calls, data, columns, gradient, seeds)
-        return InnerStep(gradient, value.detach() + problem.ridge().detach(), record)
+            record = self._record(batch, losses, calls, data, columns, gradient, seeds, part)
+        return InnerStep(gradient, value + problem.ridge().detach(), record)
+
+    def _summed(
+        self, part: Shard, value: Tensor, data: Sequence[Tensor | None], calls: list[_Call]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss and its gradient on the whole batch, from those on this worker's part of it."""
+        leaves, share = self.problem.theta.leaves, part.share
+        # All workers must have met the same layers, or what they sum would not fit together.
+        mark = float(zlib.crc32(" ".join(call.weight for call in calls).encode()) % 2**16)
+        told = torch.tensor([0.0, mark, mark**2], dtype=torch.float64, device=value.device)
+        told[0] = value * share
+        given = [torch.zeros_like(p) if g is None else g * share for g, p in zip(data, leaves, strict=True)]
+        *summed, told = part.team.sum([*given, told])
+        if part.team.size * float(told[2]) != float(told[1]) ** 2:
+            raise InputError(
+                "The workers' parts of a batch went through different layers, so their curvature cannot be summed. Use"
+                " fisher_window with records='sample', or one worker."
+            )
+        return told[0].to(value.dtype), list(summed)
 
     def _record(
         self,
@@ -140,17 +172,19 @@ class Recorder:
         columns: Sequence[Sequence[Tensor | None]],
         gradient: Sequence[Tensor],
         seeds: Tensor | None,
+        part: Shard | None,
     ) -> InnerRecord | None:
         theta = self.problem.theta
         if self.kind is None:
             return None
-        samples = losses.values.shape[0]
+        samples = losses.values.shape[0] if part is None or self.kind in ("layer", "sample") else part.total
+        parts = None if part is None else part.parts
         if self.kind == "raw":
-            return BatchGradient(None, theta.flatten(gradient), samples)
+            return BatchGradient(None, _kept(theta.flatten(gradient), gradient), samples)
         if self.kind == "batch":
-            weight = self._common_weight(losses)
+            weight = self._common_weight(losses, part)
             row = theta.flatten(data) * (0.0 if weight == 0 else (samples / weight) ** 0.5)
-            return BatchGradient(row, theta.flatten(gradient), samples)
+            return BatchGradient(row, _kept(theta.flatten(gradient), gradient), samples)
         layers = [
             layer
             for layer in self._layers(losses, calls, columns, seeds is not None)
@@ -161,7 +195,7 @@ class Recorder:
         rows = self._others.rows(batch, losses, others, seeds) if others else None
         weights = None if losses.weights is None else losses.weights.detach()
         if self.kind == "layer":
-            return LayerStatistics(tuple(layers), others, rows, weights, samples)
+            return LayerStatistics(tuple(layers), others, rows, weights, samples, parts)
         pieces: dict[str, Tensor] = {}
         for layer in layers:
             pieces[layer.weight], bias = layer.rows()
@@ -171,7 +205,7 @@ class Recorder:
             sizes = [self._shapes[name].numel() for name in others]
             pieces |= dict(zip(others, rows.split(sizes, dim=1), strict=True))
         ordered = [pieces[name].to(theta.dtype) for name in theta.names]
-        return PerSampleGradients(ordered[0] if len(ordered) == 1 else torch.cat(ordered, dim=1), samples)
+        return PerSampleGradients(ordered[0] if len(ordered) == 1 else torch.cat(ordered, dim=1), samples, parts)
 
     @contextmanager
     def _tapped(self, wanted: bool) -> Iterator[list[_Call]]:
@@ -329,10 +363,13 @@ class Recorder:
                     waiting.append(following)
         return found
 
-    def _common_weight(self, losses: Losses) -> float:
+    def _common_weight(self, losses: Losses, part: Shard | None) -> float:
         if losses.weights is None:
             return 1.0
         low, high = float(losses.weights.min()), float(losses.weights.max())
+        if part is not None:
+            ends = part.team.gather([torch.tensor([[low, high]], dtype=torch.float64)], [1] * part.team.size)[0]
+            low, high = float(ends.min()), float(ends.max())
         if low < 0:
             raise InputError(f"A weight is {low:.3g}. Weights must be at least 0.")
         if high - low > 1e-6 * max(abs(high), 1e-12):
@@ -350,6 +387,11 @@ class Recorder:
                         f"Per-sample curvature is not defined with BatchNorm in training mode ({name!r}), where samples"
                         " influence each other. Call model.eval() on it, or use GroupNorm or LayerNorm."
                     )
+
+
+def _kept(flat: Tensor, gradient: Sequence[Tensor]) -> Tensor:
+    """A flat gradient in memory of its own: an optimiser may use the one it is given as scratch."""
+    return flat.clone() if len(gradient) == 1 else flat
 
 
 def _plus(gradient: Tensor | None, ridge: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from nhgd.inverse import AbstractInverse, Refined
 from nhgd.memory import synchronise
 from nhgd.point import OracleCalls
 from nhgd.recorder import Recorder
+from nhgd.team import Shard
 
 
 def calibrated(stage: Stage) -> AbstractInverse | None:
@@ -23,7 +24,8 @@ def calibrated(stage: Stage) -> AbstractInverse | None:
         return stage.inverse
     learner: Any = inverse.inverse if isinstance(inverse, Refined) else inverse
     problem = stage.problem
-    batch = stage.inner.peek()  # the run itself draws as if nobody had looked
+    part = stage.divided("inner", stage.inner.peek())  # the run itself draws as if nobody had looked
+    batch = part.batch if isinstance(part, Shard) else part
     calls = OracleCalls()  # measuring is no part of the run's work
     plain, recording = Recorder(problem, calls=calls), Recorder(problem, inverse.records, inverse.fisher, calls)
     with problem.guarded(seed=0):
@@ -32,10 +34,12 @@ def calibrated(stage: Stage) -> AbstractInverse | None:
         both = _median(lambda: inverse.observe(state, recording.step(batch).record), problem.theta.device)
         layers = state.inputs if hasattr(learner, "decomposed") else ()
         invert = _median(lambda: [learner.decomposed(state, layer) for layer in layers], problem.theta.device)
+    # The first worker's clock decides for all. They divide the decompositions among them.
+    inner, both, invert = (stage.team.agreed(seconds) for seconds in (inner, both, invert / stage.team.size))
     chosen: AbstractInverse = inverse.with_periods(
         inner_seconds=inner, factor_seconds=max(both - inner, 1e-9), invert_seconds=invert
     )
-    return chosen
+    return stage.executor.agreed(chosen)
 
 
 def _median(work: Callable[[], Any], device: Any, times: int = 5) -> float:

@@ -54,6 +54,7 @@ class ITD(AbstractAlgorithm):
     """
 
     name: ClassVar[str] = "itd"
+    plain: ClassVar[bool] = True
     truncate: int | None = None
     warm_start: bool = True
 
@@ -69,6 +70,11 @@ class ITD(AbstractAlgorithm):
     def init(self, stage: Stage) -> ITDState:
         """Refuse what cannot be differentiated, and remember where theta starts."""
         stage.plain_rate("ITD")
+        if stage.team.size > 1:
+            raise InputError(
+                "ITD differentiates through its inner steps, which cannot be divided among workers. Run it on one worker, or"
+                " use a method with an implicit hypergradient, such as nhgd or aid-cg."
+            )
         if callable(stage.settings.project):
             raise InputError(
                 "ITD differentiates through its steps, which it cannot through a function that changes theta in place. Give"

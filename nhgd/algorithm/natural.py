@@ -10,7 +10,6 @@ from torch import Tensor
 from nhgd.algorithm.stage import Stage
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
-from nhgd.point import Point
 
 TRIES = 3
 
@@ -37,30 +36,28 @@ class LevenbergMarquardt:
 
     def step(self, stage: Stage, batch: Batch | None = None, seed: int | None = None, record: bool = True) -> Tensor:
         """One natural step on a batch, by default the next, by the curvature at hand or recorded here; the loss before it."""
-        problem, theta = stage.problem, stage.problem.theta
+        theta = stage.problem.theta
         if stage.inverse is None or stage.executor.name != "inline":
             raise InputError("inner='natural' needs the curvature of the step before it: use execution='inline'.")
         batch = stage.inner_batch() if batch is None else batch
         seed = stage.seed() if seed is None else seed
-        torch.manual_seed(seed)  # the same dropout before and after
-        found = stage.gradient(batch, record)
+        found = stage.gradient(batch, record, seed=seed)  # the same dropout before and after
         gradient = theta.flatten(found.gradient)
         state, _ = stage.executor.snapshot()
         if self.damping == 0.0:
             # A first guess in the units of the curvature: a tenth of what it is along the gradient.
-            at = Point(problem, [batch], seed=seed, calls=stage.calls)
+            at = stage.point([batch], None, seed)
             first = stage.inverse.operator(state, at)(gradient)
             guess = 0.1 * float(gradient.norm()) / max(float(first.norm()), torch.finfo(first.dtype).tiny)
             self.damping = max(guess, self.floor)
         before, here = float(found.value), theta.flat()
         stage.shift_theta(torch.zeros_like(here))
         for _ in range(TRIES):
-            at = Point(problem, [batch], seed=seed, calls=stage.calls)  # theta must not move while one is in use
+            at = stage.point([batch], None, seed)  # theta must not move while one is in use
             direction = stage.inverse.damped(self.damping).operator(state, at)(gradient)
             theta.assign(here - self.lr * direction)
             stage.project_theta()
-            with torch.no_grad(), problem.guarded(seed):
-                after = float(problem.objective(batch))
+            after = stage.point([batch], None, seed - 1).inner_value()  # a point's first batch: seed + 1
             predicted = self.lr * (1 - self.lr / 2) * float(gradient.dot(direction))
             rounding = 100 * torch.finfo(theta.dtype).eps * abs(before)
             if abs(predicted) <= rounding and abs(after - before) <= rounding:

@@ -18,7 +18,6 @@ from nhgd.errors import InputError, counted, not_negative, unknown
 from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse import AbstractInverse, FisherDense, FisherWindow, Refined
 from nhgd.inverse.automatic import automatic
-from nhgd.point import Point
 from nhgd.problem import Bilevel
 
 Cross = Literal["final", "trajectory"]
@@ -185,9 +184,7 @@ class NHGD(AbstractAlgorithm):
             # Where the last inner loop ended, this one begins, so its curvature serves the first step.
             known = self.observe == "end" and stage.clock.t == 0 and stage.clock.k > 0 and self.curvature == "carried"
             return state.marquardt.step(stage, batch, seed, record=not (known and self.warm_start))
-        if seed is not None:
-            torch.manual_seed(seed)
-        return stage.inner_step(batch, record=self.observe == "all")
+        return stage.inner_step(batch, record=self.observe == "all", seed=seed)
 
 
 def trajectory_cross(stage: Stage, visits: list[Visit], x: Tensor) -> list[Tensor]:
@@ -198,9 +195,7 @@ def trajectory_cross(stage: Stage, visits: list[Visit], x: Tensor) -> list[Tenso
     try:
         for visit in visits:
             problem.theta.assign(visit.theta)
-            at = Point(
-                problem, [visit.batch], seed=visit.seed - 1, calls=stage.calls
-            )  # a point's first batch: seed + 1
+            at = stage.point([visit.batch], None, visit.seed - 1)  # a point's first batch: seed + 1
             for t, part in zip(total, at.cross(x), strict=True):
                 t.add_(part, alpha=1 / len(visits))
     finally:

@@ -73,8 +73,8 @@ def both_levels(
     eta_theta, eta_v = momentum(inner_momentum, stage.clock), momentum(outer_momentum, stage.clock)
 
     batch, seed = stage.inner_batch(), stage.seed()
-    torch.manual_seed(seed + 1)  # a point's first batch: dropout can be replayed at the point before
-    found = stage.gradient(batch)
+    # A point's first batch has seed + 1: dropout can be replayed at the point before.
+    found = stage.gradient(batch, seed=seed + 1)
     in_theta = theta.flatten(found.gradient)
     sample = draw(stage, estimator, products)
     series, phi = scaled(stage, sample, phi, trail.phi)

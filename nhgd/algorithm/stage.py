@@ -15,18 +15,22 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
+from torch.utils.data.distributed import DistributedSampler
 
-from nhgd.data.batch import Batch, move
+from nhgd.algorithm.sharing import Level, is_mean_of_parts
+from nhgd.data.batch import Batch, leaves, move
 from nhgd.data.loader import Stream
 from nhgd.errors import InputError, NonFiniteError, positive
 from nhgd.execution.base import AbstractExecutor, Curvature
 from nhgd.inverse.base import AbstractInverse
 from nhgd.point import OracleCalls, Point
 from nhgd.problem import Bilevel
+from nhgd.randomness import Randomness
 from nhgd.record import InnerStep
 from nhgd.recorder import Recorder
 from nhgd.schedule import Clock, Rate, Schedule
 from nhgd.schedule import resolve as resolve_rate
+from nhgd.team import Shard, Team
 from nhgd.variable import Variable
 
 OptimizerFactory: TypeAlias = "Callable[[list[Tensor]], Optimizer] | type[Optimizer] | Optimizer"
@@ -145,6 +149,10 @@ class Stage:
         self.theta = Mover(problem.theta, "inner", settings.inner_optimizer, settings.inner_lr, 0.1)
         self.v = Mover(problem.v, "outer", settings.outer_optimizer, settings.outer_lr, 0.01)
         self.executor = executor
+        executor.join(problem.theta)
+        self.team = executor.team
+        self.division: dict[Level, str] = {}  # what the team found out about each level: "divided" or "replicated"
+        self.team.begin_alike(self.replicas())
         self.recent: deque[Batch] = deque(maxlen=RECENT)  # this outer step's last inner batches, for diagnosis
         self._plain = Recorder(problem, calls=self.calls)
         self.use(inverse)
@@ -154,7 +162,7 @@ class Stage:
         self.inverse = inverse
         self._recording: Recorder | None = None
         if inverse is not None:
-            self.executor.start(inverse, self.problem.theta)
+            self.executor.start(inverse, self.problem.theta, self.problem.v)
             if inverse.records is not None:
                 self._recording = Recorder(self.problem, inverse.records, inverse.fisher, self.calls)
 
@@ -165,6 +173,46 @@ class Stage:
     def seed(self) -> int:
         """A fresh seed for a pass that will be replayed."""
         return int(torch.randint(2**31 - 1, ()))
+
+    def replicas(self) -> list[Tensor]:
+        """What every worker of a team holds a copy of."""
+        variables = (self.problem.theta, self.problem.v)
+        tensors = [leaf.detach() for variable in variables for leaf in variable.leaves]
+        return tensors + [buffer for variable in variables for buffer, _ in variable.buffers()]
+
+    def check_alike(self) -> None:
+        """Stop the run when the workers of a team no longer hold the same."""
+        if self.team.size > 1:
+            problem = self.problem
+            self.team.check_alike(
+                v=problem.v.leaves,
+                theta=problem.theta.leaves,
+                buffers=[buffer for variable in (problem.theta, problem.v) for buffer, _ in variable.buffers()],
+            )
+
+    def divided(self, level: Level, batch: Batch) -> Batch | Shard:
+        """This worker's part of a batch, or all of it: without a team, and where the loss is not a mean over samples."""
+        team = self.team
+        if not isinstance(team, Team) or batch is None or isinstance(batch, Shard):
+            return batch
+        stream = self.inner if level == "inner" else self.outer
+        if isinstance(getattr(stream.source, "sampler", None), DistributedSampler):
+            self.division[level] = "divided"
+            return team.adopt(batch)
+        if self.division.get(level) == "replicated":
+            return batch
+        part = team.share(batch)
+        if isinstance(part, Shard) and level not in self.division:
+            team.check_alike(**{f"the first {level} batch": [tensor for _, tensor in leaves(batch)]})
+            mean = is_mean_of_parts(self.problem, level, batch, part)
+            self.division[level] = "divided" if mean else "replicated"
+            if level == "inner" and not mean and team.rank == 0:
+                warnings.warn(
+                    "The inner loss of a batch is not the mean over its samples (batch statistics, or a sum), so every worker"
+                    " computes all of it and nothing is gained by a team. Return one loss for each sample.",
+                    stacklevel=2,
+                )
+        return part if self.division.get(level) == "divided" else batch
 
     def inner_batch(self) -> Batch:
         """The next inner batch."""
@@ -178,8 +226,11 @@ class Stage:
             return [move(batch, self.problem.theta.device) for batch in self.inner.source]
         return [self.inner_batch() for _ in range(int(count))]
 
-    def gradient(self, batch: Batch, record: bool = True, always: bool = False) -> InnerStep:
-        """The inner gradient on a batch, its record handed to the executor when the inverse wants it, or `always`."""
+    def gradient(self, batch: Batch, record: bool = True, always: bool = False, seed: int | None = None) -> InnerStep:
+        """The inner gradient on a batch, its record handed to the executor when the inverse wants it, or `always`.
+
+        With a seed dropout is drawn from it, as a point's first batch does whose seed is less by one.
+        """
         wanted = (
             record
             and self._recording is not None
@@ -187,15 +238,31 @@ class Stage:
             and (always or self.inverse.wants(self.clock.total))
         )
         recorder = self._recording if wanted and self._recording is not None else self._plain
-        found = recorder.step(batch)
+        part = self.divided("inner", batch)
+        if seed is not None:
+            torch.manual_seed(seed)
+        if isinstance(part, Shard):
+            # Workers draw dropout each for its own samples, and the common generators stand still.
+            own = self._seed_of_step() if seed is None else seed
+            with Randomness(self.team.seed(own), self.problem.theta.device).scope():
+                found = recorder.step(part)
+        else:
+            found = recorder.step(part)
         if found.record is not None:
             self.executor.submit(found.record)
         return found
 
-    def inner_step(self, batch: Batch | None = None, record: bool = True) -> Tensor:
+    def _seed_of_step(self) -> int:
+        """A seed for this inner step, from the common generator, which stays where it is."""
+        before = torch.get_rng_state()
+        seed = self.seed()
+        torch.set_rng_state(before)
+        return seed + 2**31 * self.clock.total
+
+    def inner_step(self, batch: Batch | None = None, record: bool = True, seed: int | None = None) -> Tensor:
         """Draw a batch, take one projected optimiser step on theta, and return the loss before it."""
         chosen = self.inner_batch() if batch is None else batch
-        found = self.gradient(chosen, record)
+        found = self.gradient(chosen, record, seed=seed)
 
         def closure() -> Tensor:
             again = self.gradient(chosen, record=False)
@@ -276,9 +343,10 @@ class Stage:
             leaf.mul_(shrink.to(leaf.dtype))
 
     def point(self, inner_batches: Sequence[Batch], outer_batch: Batch, seed: int | None = None) -> Point:
-        """The current point with these batches. A seed given twice replays dropout."""
+        """The current point with these batches, divided among the team. A seed given twice replays dropout."""
         seed = self.seed() if seed is None else seed
-        return Point(self.problem, inner_batches, outer_batch, seed, self.calls)
+        inner = [self.divided("inner", batch) for batch in inner_batches]
+        return Point(self.problem, inner, self.divided("outer", outer_batch), seed, self.calls)
 
     def move_v(self, gradient: Sequence[Tensor]) -> float:
         """One projected optimiser step on v along the hypergradient, clipped; its norm before. Non-finite ones are refused."""
@@ -310,6 +378,8 @@ class Stage:
         """A new outer step: the inner clock restarts and the executor is told."""
         self.clock.t = 0
         self.recent.clear()
+        if self.clock.k == 1:
+            self.check_alike()  # early, before time is spent on a run that will be refused at its end
         if self.inverse is not None:
             self.executor.begin()
 

@@ -96,8 +96,8 @@ class VRBO(AbstractAlgorithm):
             # What was drawn for the last correction is let go: it may hold a shuffled copy of the data.
             stage.recent.clear()
             batch, seed = stage.inner_batch(), stage.seed()
-            torch.manual_seed(seed + 1)  # a point's first batch: dropout can be replayed at the point before
-            found = stage.gradient(batch, record=False)
+            # A point's first batch has seed + 1: dropout can be replayed at the point before.
+            found = stage.gradient(batch, record=False, seed=seed + 1)
             sample = draw(stage, "sum", self.K)
             here = estimate(stage, sample, phi)
             with stage.elsewhere(*before):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from nhgd.errors import InputError
+from torch import Tensor
+
+from nhgd.errors import InputError, NhgdError
 from nhgd.inverse.base import AbstractInverse
 from nhgd.record import InnerRecord
+from nhgd.team import AbstractTeam, Alone
 from nhgd.variable import Variable
 
 
@@ -59,6 +63,13 @@ class Curvature(NamedTuple):
     lag: int
 
 
+class Report(NamedTuple):
+    """What the process that leads tells those that only served, at the end: plain values, and tensors."""
+
+    text: dict[str, Any]
+    tensors: list[Tensor]
+
+
 class AbstractExecutor(ABC):
     """Takes the records of the inner steps and keeps the state of an inverse.
 
@@ -73,6 +84,7 @@ class AbstractExecutor(ABC):
     name: ClassVar[str]
     beside: ClassVar[bool] = True  # whether curvature is kept beside the inner loop, so that there can be a lag
     usual_lag: ClassVar[int] = 8
+    team: AbstractTeam = Alone()  # the workers that share the inner batches
 
     def __init__(self, max_lag: int | None = None, stale: bool = False) -> None:
         if max_lag is not None and (not isinstance(max_lag, int) or isinstance(max_lag, bool) or max_lag < 0):
@@ -86,9 +98,40 @@ class AbstractExecutor(ABC):
         self.stale = stale
         self.traffic = Traffic()
 
+    def join(self, theta: Variable) -> None:  # noqa: B027
+        """Meet the other processes, if there are any, before anything else is done."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether this process keeps curvature for others and runs no inner loop; then only `serve` is called."""
+        return False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks for all, and writes files."""
+        return True
+
+    def serve(self) -> Report:
+        """Keep curvature for others until they have finished; what they report."""
+        raise InputError(f"{self.name} execution keeps no curvature for other processes.")
+
+    def finish(self, report: Callable[[], Report]) -> None:  # noqa: B027
+        """The run has ended well: those who served may go."""
+
+    def fail(self, error: BaseException) -> None:  # noqa: B027
+        """The run has failed: the others are told why, so that nobody waits."""
+
+    def explained(self, error: NhgdError) -> NhgdError:
+        """The error, or the one behind it where other processes are to blame."""
+        return error
+
+    def agreed(self, inverse: AbstractInverse) -> AbstractInverse:
+        """The inverse with settings that were chosen by measurement, the same in all processes."""
+        return inverse
+
     @abstractmethod
-    def start(self, inverse: AbstractInverse, theta: Variable) -> None:
-        """Make the first state."""
+    def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
+        """Make the first state. Records may share memory with theta and v, which will move."""
 
     @abstractmethod
     def begin(self) -> None:

@@ -7,18 +7,30 @@ from typing import Any, ClassVar, final
 from nhgd.execution.base import AbstractExecutor, Traffic
 from nhgd.execution.stopwatch import Stopwatch
 from nhgd.inverse.base import AbstractInverse
-from nhgd.record import InnerRecord
+from nhgd.record import InnerRecord, joined, whole
+from nhgd.team import AbstractTeam, Team
 from nhgd.variable import Variable
 
 
 @final
 class Inline(AbstractExecutor):
-    """In the inner loop's own thread: each record is folded in before the next inner step."""
+    """In the inner loop's own thread: each record is folded in before the next inner step.
+
+    Args:
+        team: the workers that share the inner batches. Each keeps the whole curvature; what a batch adds to it is summed
+            over them.
+    """
 
     name: ClassVar[str] = "inline"
     beside: ClassVar[bool] = False
 
-    def start(self, inverse: AbstractInverse, theta: Variable) -> None:
+    def __init__(self, max_lag: int | None = None, stale: bool = False, team: AbstractTeam | None = None) -> None:
+        super().__init__(max_lag, stale)
+        if team is not None:
+            self.team = team
+            self.traffic.processes = team.size
+
+    def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
         """Make the first state."""
         self._inverse = inverse
         self._state: Any = inverse.init(theta)
@@ -31,6 +43,9 @@ class Inline(AbstractExecutor):
     def submit(self, record: InnerRecord) -> None:
         """Fold the record in at once."""
         with self._busy.running():
+            if isinstance(self.team, Team):
+                record = joined(record, self.team)
+                record = record if self._inverse.sums else whole(record)
             self._state = self._inverse.observe(self._state, record)
         self.traffic.records += 1
 
@@ -58,4 +73,5 @@ class Inline(AbstractExecutor):
         if hasattr(self, "_busy"):
             self.traffic.curvature_seconds += self._busy.take()
             self.traffic.waited_seconds = self.traffic.curvature_seconds
+        self.traffic.bytes_sent = self.team.bytes_sent
         return super().measured()

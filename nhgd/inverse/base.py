@@ -54,6 +54,14 @@ class AbstractInverse(ABC):
         return None
 
     @property
+    def sums(self) -> bool:
+        """Whether `observe` takes the record of a worker's part of a batch and sums over its team.
+
+        Otherwise the records of all workers are gathered first, and it is handed that of the whole batch.
+        """
+        return False
+
+    @property
     def fisher(self) -> FisherKind:
         """Of which Fisher matrix the records are."""
         return "empirical"

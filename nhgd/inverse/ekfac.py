@@ -11,7 +11,7 @@ from torch import Tensor
 from nhgd.errors import InputError
 from nhgd.inverse.kronecker import AbstractKronecker, Basis, KroneckerState
 from nhgd.inverse.statistics import merge, second_moments
-from nhgd.record import LayerStatistics
+from nhgd.record import LayerStatistics, mean_over_team
 from nhgd.variable import Variable
 
 
@@ -75,12 +75,12 @@ class EKFAC(AbstractKronecker):
     def _refreshed(self, before: EKFACState, state: EKFACState, record: LayerStatistics, rate: float) -> EKFACState:
         bases, moments = dict(state.bases), dict(state.moments)
         due = self._due(state)
-        for name in state.inputs:
-            if due or name not in bases:
-                old, new = bases.get(name), self.decomposed(state, name)
-                bases[name] = new._asdict()
-                if old is not None:
-                    moments[name] = _carried(moments[name], *before.factors(name), Basis(**old), new)
+        wanted = [name for name in state.inputs if due or name not in bases]
+        for name, new in self.decompositions(state, wanted, record.team).items():
+            old = bases.get(name)
+            bases[name] = new._asdict()
+            if old is not None:
+                moments[name] = _carried(moments[name], *before.factors(name), Basis(**old), new)
         batch = {}
         for layer in record.layers:
             basis = Basis(**bases[layer.weight])
@@ -88,6 +88,7 @@ class EKFAC(AbstractKronecker):
             a = torch.einsum("btgi,gij->btgj", a, basis.input_vectors)
             g = torch.einsum("kbtgo,gop->kbtgp", g, basis.score_vectors)
             batch[layer.weight] = second_moments(a, g) / record.samples
+        batch = dict(zip(batch, mean_over_team(record, list(batch.values())), strict=True))
         return replace(state, bases=bases, moments=merge(moments, batch, rate))
 
     def _trace(self, state: EKFACState, layer: str) -> Tensor:

@@ -15,7 +15,15 @@ from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.inverse.damping import refuse_singular, resolve_damping
 from nhgd.inverse.state import State
 from nhgd.point import Point
-from nhgd.record import BatchGradient, FisherKind, InnerRecord, PerSampleGradients
+from nhgd.record import (
+    BatchGradient,
+    FisherKind,
+    InnerRecord,
+    PerSampleGradients,
+    mean_over_team,
+    observed_samples,
+    whole,
+)
 from nhgd.variable import Variable
 
 
@@ -168,14 +176,17 @@ class FisherDense(AbstractInverse):
 
     def observe(self, state: DenseState, record: InnerRecord) -> DenseState:
         """Fold in one inner step. The array of the given state is updated in place."""
-        rows = self._rows(record).to(state.matrix)  # (n, D)
-        observed = state.observed + 1
-        if not bool(torch.isfinite(rows).all()):
-            raise NonFiniteError(
-                f"FisherDense: the gradient handed over at observation {observed} holds nan or inf. Lower inner_lr, or"
-                " look at the inner losses."
-            )
         gain = self._gain(state.count)
+        observed = state.observed + 1
+        if self._sums_matrices(record):
+            local = self._rows(record).to(state.matrix)
+            matrix = mean_over_team(record, [local.T @ local])[0]  # (D, D)
+            self._check_finite(matrix, observed)
+            curvature = (1 - gain) * state.curvature + gain * float(matrix.trace()) / len(matrix)
+            state.matrix.mul_(1 - gain).add_(matrix, alpha=gain)
+            return replace(state, count=state.count + 1, curvature=curvature, observed=observed)
+        rows = self._rows(whole(record)).to(state.matrix)  # (n, D)
+        self._check_finite(rows, observed)
         energy = float(rows.square().sum()) / rows.shape[1]
         curvature = (1 - gain) * state.curvature + gain * energy
         moved = replace(state, count=state.count + 1, curvature=curvature, observed=observed)
@@ -193,6 +204,25 @@ class FisherDense(AbstractInverse):
             )
         fresh = self._fresh(len(state.matrix), state.matrix.device)
         return replace(fresh, observed=observed, restarts=state.restarts + 1)
+
+    @property
+    def sums(self) -> bool:
+        """The matrix is a sum over samples; for the inverse, rows are gathered here."""
+        return True
+
+    def _sums_matrices(self, record: InnerRecord) -> bool:
+        """Whether workers send F_batch of their parts; otherwise they send the rows, which its inverse form needs anyway."""
+        if self.form == "inverse" or not isinstance(record, PerSampleGradients) or record.team is None:
+            return False
+        rows, size = record.rows.shape
+        return rows // record.samples * observed_samples(record) >= size
+
+    def _check_finite(self, tensor: Tensor, observed: int) -> None:
+        if not bool(torch.isfinite(tensor).all()):
+            raise NonFiniteError(
+                f"FisherDense: the gradient handed over at observation {observed} holds nan or inf. Lower inner_lr, or"
+                " look at the inner losses."
+            )
 
     def _rows(self, record: InnerRecord) -> Tensor:
         """Rows R, (n, D), with F_batch = R^T R."""

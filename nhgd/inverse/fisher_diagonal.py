@@ -15,7 +15,7 @@ from nhgd.inverse.damping import resolve_damping
 from nhgd.inverse.state import State
 from nhgd.inverse.statistics import check_invertible, check_statistics, second_moments, step_of_mean
 from nhgd.point import Point
-from nhgd.record import FisherKind, InnerRecord, LayerStatistics, RecordKind
+from nhgd.record import FisherKind, InnerRecord, LayerStatistics, RecordKind, mean_over_team, observed_samples
 from nhgd.variable import Variable
 
 
@@ -93,6 +93,11 @@ class FisherDiagonal(AbstractInverse):
         """Inputs and scores of the layers."""
         return "layer"
 
+    @property
+    def sums(self) -> bool:
+        """The diagonal is a sum over samples."""
+        return True
+
     def _precision(self, theta: Variable) -> torch.dtype:
         return self.dtype or torch.promote_types(theta.dtype, torch.float32)
 
@@ -125,7 +130,8 @@ class FisherDiagonal(AbstractInverse):
             sizes = [state.sizes[name] for name in record.other_names]
             for name, values in zip(record.other_names, squares.split(sizes), strict=True):
                 put(name, values)
-        rate, mass = step_of_mean(state.mass, self.beta, record.samples)
+        batch = mean_over_team(record, [batch])[0]
+        rate, mass = step_of_mean(state.mass, self.beta, observed_samples(record))
         return FisherDiagonalState(state.diagonal.lerp(batch, rate), state.starts, state.sizes, mass)
 
     @torch.no_grad()

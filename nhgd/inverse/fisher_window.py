@@ -18,6 +18,7 @@ from nhgd.inverse.gram import PIECE, AbstractBlock, Factors, Rows
 from nhgd.inverse.state import State
 from nhgd.point import Point
 from nhgd.record import BatchGradient, FisherKind, InnerRecord, LayerStatistics, PerSampleGradients
+from nhgd.team import Team
 from nhgd.variable import Variable
 
 MANY_ROWS = 20_000
@@ -168,6 +169,7 @@ class FisherWindow(AbstractInverse):
 
     def observe(self, state: WindowState, record: InnerRecord) -> WindowState:
         """Put the samples of one inner step in the ring. The arrays of the given state are updated in place."""
+        team = None if isinstance(record, BatchGradient) else record.team
         news = self._news(state, record)
         if state.gram is None:
             self._refuse_many(news.roots)
@@ -185,14 +187,21 @@ class FisherWindow(AbstractInverse):
         state.shares[slots] = 1 / kept
         filled = min(self.window, state.filled + kept)
         present = slice(0, filled)
-        fresh = torch.zeros(kept, roots, filled, roots, dtype=torch.float64, device=device)
-        for block in state.blocks():
-            fresh += block.take(slots).gram(block.take(present))
+        fresh = self._fresh_gram(state, slots, present, roots, team)
         gram = state.gram.view(self.window, roots, self.window, roots)
         gram[slots, :, present] = fresh
         gram[present, :, slots] = fresh.permute(2, 3, 0, 1)
         position = (state.position + kept) % self.window
         return replace(state, observed=state.observed + 1, position=position, filled=filled)
+
+    def _fresh_gram(self, state: WindowState, slots: Tensor, present: slice, roots: int, team: Team | None) -> Tensor:
+        """Products of the new samples with all, (n, K, m, K); every worker of a team does some of the new ones."""
+        parts = [len(slots)] if team is None else team.parts(len(slots))
+        mine = slots if team is None else slots[team.place(parts)]
+        found = torch.zeros(len(mine), roots, present.stop, roots, dtype=torch.float64, device=slots.device)
+        for block in state.blocks() if len(mine) else ():
+            found += block.take(mine).gram(block.take(present))
+        return found if team is None else team.gather([found], parts)[0]
 
     def _news(self, state: WindowState, record: InnerRecord) -> _News:
         if self.records == "layer" and isinstance(record, LayerStatistics):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, final, get_args
+from typing import Any, ClassVar, Literal, final, get_args
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from torch import Tensor
 from nhgd.errors import InputError, unknown
 from nhgd.inverse.kronecker import AbstractKronecker, Basis, KroneckerState, Solver
 from nhgd.inverse.statistics import check_invertible
+from nhgd.point import Point
 from nhgd.record import LayerStatistics
+from nhgd.team import Team
 
 KFACSolver = Literal["eigen", "cholesky"]
 
@@ -89,7 +91,16 @@ class KFAC(AbstractKronecker):
     ) -> KroneckerState:
         if not self._due(state):
             return state
-        return replace(state, bases={layer: self.decomposed(state, layer)._asdict() for layer in state.inputs})
+        return replace(state, bases=self._bases(state, record.team))
+
+    def _bases(self, state: KroneckerState, team: Team | None) -> dict[str, dict[str, Tensor]]:
+        return {layer: basis._asdict() for layer, basis in self.decompositions(state, state.inputs, team).items()}
+
+    def _prepared(self, state: Any, at: Point) -> tuple[Solver, dict[str, Any]]:
+        if at.team is None or self.invert_every is not None or self.solver != "eigen":
+            return super()._prepared(state, at)
+        kept = replace(state, bases=self._bases(state, at.team))
+        return super(KFAC, replace(self, invert_every=1, overhead=None))._prepared(kept, at)
 
     def _trace(self, state: KroneckerState, layer: str) -> Tensor:
         a, g = (factor.diagonal(dim1=1, dim2=2).sum(1) for factor in state.factors(layer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from math import ceil, sqrt
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -17,7 +17,16 @@ from nhgd.inverse.damping import resolve_damping
 from nhgd.inverse.state import State
 from nhgd.inverse.statistics import check_invertible, check_statistics, merge, step_of_mean
 from nhgd.point import Point
-from nhgd.record import FisherKind, InnerRecord, LayerRecord, LayerStatistics, RecordKind
+from nhgd.record import (
+    FisherKind,
+    InnerRecord,
+    LayerRecord,
+    LayerStatistics,
+    RecordKind,
+    mean_over_team,
+    observed_samples,
+)
+from nhgd.team import Team
 from nhgd.variable import Variable
 
 K = TypeVar("K", bound="AbstractKronecker")
@@ -131,6 +140,11 @@ class AbstractKronecker(AbstractInverse):
         """Inputs and scores of the layers."""
         return "layer"
 
+    @property
+    def sums(self) -> bool:
+        """Factors are sums over samples."""
+        return True
+
     def wants(self, step: int) -> bool:
         """Every `factor_every`-th step."""
         return step % self.factor_every == 0
@@ -184,8 +198,8 @@ class AbstractKronecker(AbstractInverse):
                 f"{type(self).__name__} works on the inputs and scores of Linear and Conv2d layers, and no such layer holds"
                 " a parameter of theta. Use fisher_window, which takes any model, or fisher_diagonal."
             )
-        rate, mass = step_of_mean(state.mass, self.beta, record.samples)
-        batch = {layer.weight: self._factors(layer, record) for layer in record.layers}
+        rate, mass = step_of_mean(state.mass, self.beta, observed_samples(record))
+        batch, own_blocks = self._statistics(state, record)
         inputs, scores, weights = ({name: three[i] for name, three in batch.items()} for i in range(3))
         new = replace(
             state,
@@ -198,11 +212,23 @@ class AbstractKronecker(AbstractInverse):
         )
         # A layer that a batch does not call is among its other parameters, with gradients of zero.
         covered = {*new.inputs, *(name for name, at in new.starts.items() if at in new.biases.values())}
-        blocks, others = (
-            {n: b for n, b in bs.items() if n not in covered} for bs in (state.blocks, self._blocks(state, record))
-        )
+        blocks, others = ({n: b for n, b in bs.items() if n not in covered} for bs in (state.blocks, own_blocks))
         new.blocks = merge(blocks, others, rate)
         return self._refreshed(state, new, record, rate)
+
+    def _statistics(
+        self, state: KroneckerState, record: LayerStatistics
+    ) -> tuple[dict[str, tuple[Tensor, ...]], dict[str, Tensor]]:
+        """What the batch adds to the running means, of layers and of the parameters outside, over all workers."""
+        layers: dict[str, tuple[Tensor, ...]] = {layer.weight: self._factors(layer, record) for layer in record.layers}
+        blocks = self._blocks(state, record)
+        if record.team is None:
+            return layers, blocks
+        summed = iter(mean_over_team(record, [*(t for three in layers.values() for t in three), *blocks.values()]))
+        return (
+            {name: tuple(next(summed) for _ in three) for name, three in layers.items()},
+            {name: next(summed) for name in blocks},
+        )
 
     @abstractmethod
     def _refreshed(self, before: Any, state: Any, record: LayerStatistics, rate: float) -> Any:
@@ -245,6 +271,24 @@ class AbstractKronecker(AbstractInverse):
         (a, q_a), (g, q_g) = (eigenvalues(layer, factor) for factor in state.factors(layer))
         return Basis(q_a, a.clamp_min(0), q_g, g.clamp_min(0))  # below zero is rounding
 
+    def decompositions(self, state: KroneckerState, layers: Iterable[str], team: Team | None) -> dict[str, Basis]:
+        """`decomposed` for several layers. The workers of a team divide the factors among them, by the cube of their size."""
+        names = list(layers)
+        if team is None:
+            return {layer: self.decomposed(state, layer) for layer in names}
+        named = [(layer, factor) for layer in names for factor in state.factors(layer)]
+        for layer, factor in named:
+            check_finite(layer, factor)  # here, where all workers see it
+
+        def packed(i: int) -> Tensor:
+            values, vectors = eigenvalues(*named[i])
+            return torch.cat([values.clamp_min(0)[:, None], vectors], dim=1)  # (G, 1 + n, n)
+
+        likes = [factor.new_empty(len(factor), 1 + factor.shape[1], factor.shape[2]) for _, factor in named]
+        owners = team.divide([len(factor) * float(factor.shape[1]) ** 3 for _, factor in named])
+        found = [(t[:, 1:].contiguous(), t[:, 0].contiguous()) for t in team.exchange(likes, owners, packed)]
+        return {name: Basis(*found[2 * i], *found[2 * i + 1]) for i, name in enumerate(names)}
+
     def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Layer by layer, then the parameters outside."""
         apply, notes = self._prepared(state, at)
@@ -264,7 +308,7 @@ class AbstractKronecker(AbstractInverse):
             )
         ridge = at.problem.ridge_diagonal()
         low, high = (float(r) for r in ridge.aminmax())
-        damping = resolve_damping(self.damping, ridge, self._mean_diagonal(state))
+        damping = resolve_damping(self.damping, ridge, self.mean_diagonal(state))
         notes: dict[str, Any] = {"damping": damping}
         layers: dict[str, Solver] = {}
         for layer in state.inputs:
@@ -294,7 +338,7 @@ class AbstractKronecker(AbstractInverse):
 
         return apply, notes
 
-    def _mean_diagonal(self, state: KroneckerState) -> float:
+    def mean_diagonal(self, state: KroneckerState) -> float:
         """The mean diagonal entry of F over the whole model."""
         layers = sum(float(self._trace(state, layer)) for layer in state.inputs)
         blocks = sum(float(b.trace() if b.ndim == 2 else b.sum()) for b in state.blocks.values())
@@ -319,7 +363,7 @@ class AbstractKronecker(AbstractInverse):
     def memory(self, theta: Variable) -> int:
         """Factors, twice while a batch is folded in, eigenvectors and what finding them takes, blocks, three vectors."""
         size = (self.dtype or torch.promote_types(theta.dtype, torch.float32)).itemsize
-        layers = _layer_shapes(theta)
+        layers = layer_shapes(theta)
         covered = {name for names in layers for name in names}
         factors = [groups * (columns**2 + out**2) for groups, out, columns in layers.values()]
         others = [n for name, n in zip(theta.names, theta.sizes, strict=True) if name not in covered]
@@ -328,7 +372,7 @@ class AbstractKronecker(AbstractInverse):
 
     def cautions(self, theta: Variable) -> list[str]:
         """Which parameters are outside the layers, and what they get."""
-        layers = _layer_shapes(theta)
+        layers = layer_shapes(theta)
         if theta.root is None:
             return ["needs Linear or Conv2d modules, and theta is not a module"]
         if not layers:
@@ -357,10 +401,15 @@ def _block_solver(owner: str, name: str, block: Tensor, extra: Tensor) -> Solver
     return lambda b: vectors @ ((vectors.T @ b) / values)
 
 
-def eigenvalues(name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of symmetric statistics."""
+def check_finite(name: str, matrix: Tensor) -> None:
+    """Refuse to decompose what holds nan or inf."""
     if not bool(torch.isfinite(matrix).all()):
         raise NonFiniteError(f"The statistics of {name!r} hold nan or inf, so an inner step did. Lower its step size.")
+
+
+def eigenvalues(name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of symmetric statistics."""
+    check_finite(name, matrix)
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except RuntimeError:
@@ -369,7 +418,7 @@ def eigenvalues(name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values, vectors.contiguous()  # column by column as LAPACK leaves them, they could not be saved
 
 
-def _layer_shapes(theta: Variable) -> dict[tuple[str, ...], tuple[int, int, int]]:
+def layer_shapes(theta: Variable) -> dict[tuple[str, ...], tuple[int, int, int]]:
     """(groups, out, in), the column of a bias included, of each layer by the names of its weight and bias.
 
     Without a module, every tensor of two or more dimensions is taken for the weight of a layer without bias.

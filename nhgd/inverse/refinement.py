@@ -75,6 +75,11 @@ class Refined(AbstractInverse):
         return self.inverse.records
 
     @property
+    def sums(self) -> bool:
+        """As the inverse inside does."""
+        return self.inverse.sums
+
+    @property
     def fisher(self) -> FisherKind:
         """That of the inverse inside."""
         return self.inverse.fisher
