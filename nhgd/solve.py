@@ -177,7 +177,7 @@ class Solver:
     @classmethod
     def resume(
         cls,
-        checkpoint: str | Path,
+        path: str | Path,
         problem: Bilevel,
         inner_data: Iterable[Batch],
         outer_data: Iterable[Batch],
@@ -189,12 +189,12 @@ class Solver:
         `run(steps=1000)` ends where an unbroken `run(steps=1000)` would have ended, and `run()` takes the stop rules of then.
 
         Args:
-            checkpoint: the folder that was given to the `Solver`; it is written to again.
+            path: the folder that was given as `checkpoint`; it is written to again, unless another is given.
             problem, inner_data, outer_data: built as they were for that run. theta and v take the values that were kept.
             settings: of the `Solver`. What was kept need not be given again, and may not differ; functions, such as a
                 step size or an optimiser's factory, cannot be kept and must be given.
         """
-        saved = Saved(checkpoint)
+        saved = Saved(path)
         solver = cls(problem, inner_data, outer_data, **saved.settings(settings, problem))
         assert solver._keeper is not None
         with solver._randomness.scope():

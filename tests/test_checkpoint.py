@@ -327,6 +327,60 @@ def test_the_callers_own_loop_is_kept_too(tmp_path):
         kind.solver().save()
 
 
+@pytest.mark.parametrize(("first", "then"), [("thread", "thread"), ("inline", "thread"), ("thread", "inline")])
+def test_a_run_goes_on_wherever_its_curvature_is_kept(first, then, tmp_path):
+    kind = classifier(NHGD(EKFAC()))
+    whole = kind.solver()
+    expected = whole.run(steps=6)
+    kind.broken_off(tmp_path / "a", execution=first)
+    continued = kind.resumed(tmp_path / "a", execution=then)
+    found = continued.run()
+    assert found.stats["execution"]["name"] == then
+    assert_same(whole, expected, continued, found)
+    continued.close()
+
+
+def test_a_run_may_be_kept_elsewhere_from_now_on(tmp_path):
+    kind = quadratic()
+    kind.broken_off(tmp_path / "a")
+    files = {place: place.read_bytes() for place in (tmp_path / "a").rglob("*.*")}
+    continued = kind.resumed(tmp_path / "a", checkpoint=tmp_path / "b")
+    assert continued.checkpoint.last() == ""
+    continued.run()
+    assert continued.checkpoint.last().endswith("/b, outer step 6.")
+    assert {place: place.read_bytes() for place in (tmp_path / "a").rglob("*.*")} == files
+    assert kind.resumed(tmp_path / "b").stage.clock.k == 6
+
+
+def test_the_core_does_without_safetensors(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    quadratic().solver().run(steps=1)
+    with pytest.raises(nhgd.InputError, match=r"Checkpoints need safetensors: pip install 'nhgd\[checkpoint\]'"):
+        quadratic().solver(checkpoint=tmp_path / "a")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "method", [NHGD(KFAC()), NHGD(EKFAC()), NHGD(FisherWindow(window=12)), "soba", "saba"], ids=repr
+)
+def test_runs_on_a_device_go_on_bit_for_bit(method, tmp_path):
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.3), nn.Linear(4, 3))
+
+    here = classifier(method, net, inner_optimizer=torch.optim.Adam if isinstance(method, NHGD) else None)
+
+    def make() -> tuple[nhgd.Bilevel, Any, Any]:
+        problem, inner, outer = here.make()
+        theta, v = problem.theta.given.cuda(), problem.v.given.cuda()
+        return nhgd.Bilevel(problem.inner, problem.outer, theta, v, 0.02, problem.likelihood), inner, outer
+
+    Setting(make, here.settings).goes_on(tmp_path / "a")
+    here.settings["execution"] = "inline"
+    with pytest.raises(nhgd.InputError, match="was written on cuda, and theta is on cpu now"):
+        here.resumed(tmp_path / "a")
+
+
 def test_a_checkpoint_changes_nothing(tmp_path):
     """Neither the run that is kept nor the caller's generators, when it is written and when it is read."""
     kind = classifier("nhgd")

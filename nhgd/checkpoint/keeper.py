@@ -135,7 +135,7 @@ class Keeper:
 
     def put_back(self, saved: Saved, stage: Stage) -> tuple[Any, dict[str, Any]]:
         """Bring a fresh stage to where the saved run stood; the state of its method, and the rest that was kept."""
-        contents.check_optimisers(self.path, saved.document["optimisers"], self._fixed["optimisers"])
+        contents.check_optimisers(saved.path, saved.document["optimisers"], self._fixed["optimisers"])
         _warn_of_other_arithmetic(saved)
         device = stage.problem.theta.device
         self._use_inverse(saved, stage)
@@ -144,7 +144,8 @@ class Keeper:
         # The walks draw random numbers; where the generators end is put right by the caller afterwards.
         stage.inner.go_to(found["inner_data"])
         stage.outer.go_to(found["outer_data"])
-        self.step, self._number = saved.step, saved.number
+        if self.path.absolute() == saved.path.absolute():
+            self.step, self._number = saved.step, saved.number
         names = set(saved.document) - {*self._fixed, "step", "torch", "threads", "python", "stage", "state", "inverse"}
         rest = {name: saved.tree(name, {}, device) for name in sorted(names)}
         return saved.tree("state", self._classes, device), rest
