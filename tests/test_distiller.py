@@ -105,6 +105,7 @@ def test_a_budget_alone_will_do(digits):
     ("settings", "message"),
     [
         ({"per_class": 0}, "per_class must be a whole number"),
+        ({"per_class": 1001}, "per_class is 1001, more than the 1000 samples of X"),
         ({"steps": None}, "needs to know when to stop"),
         ({"l2": 0.0}, "l2 must be above 0"),
         ({"scale": "features"}, "Did you mean 'feature'"),

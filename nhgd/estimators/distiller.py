@@ -104,6 +104,11 @@ class DatasetDistiller(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  #
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise InputError("DatasetDistiller needs labels of at least two classes, but y has one class only.")
+        if self.per_class > len(codes):
+            raise InputError(
+                f"DatasetDistiller: per_class is {self.per_class}, more than the {len(codes)} samples of X."
+                " Ask for far fewer than there are."
+            )
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
         self._center, self._scale = self._statistics(X)
