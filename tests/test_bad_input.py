@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import gzip
 import os
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from nhgd.data.table import Features, UnseenCategoryWarning, read_table
 from nhgd.errors import unknown
 from nhgd.task.labels import with_every_class
 from tests import idx_files
-from tests.commands import answer, invoke, refusal
+from tests.commands import answer, invoke, refusal, strict_json
 
 HEADER = ["size", "weighed", "colour", "y"]
 
@@ -362,6 +364,28 @@ def test_a_split_gets_every_class_by_as_few_changes_as_possible():
         with_every_class(torch.tensor([0, 1, 1]), 0, 3, 3)
     with pytest.raises(nhgd.InputError, match="2 samples cannot hold all 3 classes"):
         with_every_class(torch.tensor([0, 1, 2]), 0, 2, 3)
+
+
+def test_a_download_that_cannot_be_leaves_nothing(monkeypatch):
+    assert "Did you mean 'mnist'?" in refusal("data", "fetch", "mnits", "--out", "a/b")
+    assert "Did you mean 'fetch'?" in refusal("data", "fecth", "mnist")
+    bare = invoke("data")
+    assert (bare.exit_code, bare.stdout, bare.stderr) == (2, "", "Error: Missing command.\n")
+    Path("file").write_text("mine")
+    assert "file is a file" in refusal("data", "fetch", "mnist", "--out", "file")
+    if Path("/proc/self").exists():
+        assert "cannot be written" in refusal("data", "fetch", "mnist", "--out", "/proc/nhgd")
+
+    def offline(*_, **__):
+        raise urllib.error.URLError("Name or service not known")
+
+    monkeypatch.setattr(urllib.request, "urlopen", offline)
+    result = invoke("data", "fetch", "mnist", "--out", "a/b", "--json")
+    assert result.exit_code == 1
+    sentence = strict_json(result.stdout)["error"]
+    assert "could not be downloaded from any mirror" in sentence
+    assert "point --data or NHGD_DATA at it" in sentence
+    assert not Path("a").exists()
 
 
 # In Python.

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from nhgd.cli.options import Json
-from nhgd.cli.output import check_folder, console, print_json
+from nhgd.cli.output import console, folder, print_json
 from nhgd.data.fetch import cache
 from nhgd.data.fetch import fetch as fetch_files
 from nhgd.progress import bar
 
-data = typer.Typer(help="Download image sets.", no_args_is_help=True, rich_markup_mode=None)
+data = typer.Typer(help="Download image sets.", rich_markup_mode=None)
 
 
 @data.callback()
@@ -31,9 +31,7 @@ def fetch(
     as_json: Json = False,
 ) -> None:
     """Download MNIST or Fashion-MNIST. What is there already is left alone; what broke off goes on."""
-    if out is not None:
-        check_folder(out)
-    with bar(f"fetch {name}") as tick:
+    with folder(out), bar(f"fetch {name}") as tick:
         files = fetch_files(name, out, tick)
     if as_json:
         print_json({"name": name, "folder": str(out or cache() / name), "files": [str(file) for file in files]})
