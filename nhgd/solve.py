@@ -326,6 +326,8 @@ class Solver:
         with bar(self.algorithm.name, progress) as tick:
             while True:
                 taken, used = self.stage.clock.k - run.first, self.seconds - run.began
+                if run.limit is not None:
+                    used = self.stage.team.agreed(used)  # workers stop, and lower their steps, together
                 if run.steps is not None and taken >= run.steps:
                     break
                 if run.limit is not None and used >= run.limit:
@@ -341,6 +343,7 @@ class Solver:
                 self._save_if_due()
                 tick(done, f"step {row['step']}, outer loss {row['outer_loss']:.4g}")
             tick(1.0, "")
+        self.stage.check_alike()
         if self._keeper is not None and self._keeper.step != self.stage.clock.k:
             self.save()
         return self.solution(result)
@@ -360,6 +363,8 @@ class Solver:
                 "processes": traffic.processes,
                 "bytes_sent": traffic.bytes_sent,
                 "waited_seconds": traffic.waited_seconds,
+                "workers": self.stage.team.size,
+                "division": dict(self.stage.division),
             },
         }
         return Solution(self.problem.v.given, self.problem.theta.given, self.history, stats, result)
