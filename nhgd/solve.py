@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +16,11 @@ from nhgd import execution as executions
 from nhgd.algorithm import AbstractAlgorithm, Settings, Stage, StepInfo
 from nhgd.algorithm import resolve as resolve_algorithm
 from nhgd.algorithm.stage import OptimizerFactory, Projection
-from nhgd.checkpoint import Keeper, Saved
+from nhgd.checkpoint import Keeper, Saved, last_kept
 from nhgd.data.batch import Batch, first_bad
 from nhgd.errors import InputError, NhgdError, NonFiniteError
 from nhgd.execution import AbstractExecutor
+from nhgd.execution.base import Report
 from nhgd.problem import Bilevel
 from nhgd.progress import bar
 from nhgd.randomness import Randomness
@@ -27,6 +29,8 @@ from nhgd.variable import Given
 
 Row = dict[str, Any]
 Metrics = Callable[[Any, Any], dict[str, float]]
+# What a row of the history holds that two runs with one seed do not share.
+CLOCKED = ("seconds", "inner_seconds", "curvature_seconds", "waited_seconds", "overlap")
 _MATERIAL = ("problem", "inner_data", "outer_data")
 
 
@@ -36,8 +40,9 @@ class Solution:
 
     Attributes:
         v, theta: the objects that were given, trained in place.
-        history: one dict for each outer step: step, seconds, outer_loss, inner_loss, hypergradient_norm, lag, the oracle
-            calls so far, and the metrics.
+        history: one dict for each outer step: step, seconds, outer_loss, inner_loss, hypergradient_norm, the oracle calls so
+            far, and the metrics; and of the executor: lag, inner_seconds, curvature_seconds, waited_seconds, overlap (the
+            part of the curvature's time that the inner loop did not wait for) and bytes_sent.
         stats: method, steps, seconds, oracle calls, execution.
         result: why the run ended: "steps", "budget", "plateau", or "stopped" when the caller's own loop ended it.
     """
@@ -100,7 +105,8 @@ class Solver:
         project_v: the box (low, high) v is kept in, or a function that changes v in place.
         outer_clip: the largest norm of a hypergradient; longer ones are shortened to it, because one wild estimate would
             fill the moments of Adam for hundreds of steps.
-        execution: where curvature is kept up to date.
+        execution: where curvature is kept up to date: "inline", "thread", "stream", "device" or an executor.
+        max_lag: how many records of inner steps may wait for their curvature before the inner loop does; 0: none.
         seed: of every random number the run draws. The caller's generators are left as they were.
         metrics: (theta, v) -> dict of numbers, added to the history; not part of the time.
         metrics_every: outer steps between two evaluations of the metrics.
@@ -134,6 +140,7 @@ class Solver:
         project_v: Projection = None,
         outer_clip: float | None = None,
         execution: str | AbstractExecutor = "inline",
+        max_lag: int | None = None,
         seed: int = 0,
         metrics: Metrics | None = None,
         metrics_every: int = 1,
@@ -152,21 +159,22 @@ class Solver:
         )
         self.problem = problem
         self.algorithm = resolve_algorithm(method).prepared(problem)
-        self.executor = executions.resolve(execution)
+        self.executor = executions.resolve(execution, max_lag=max_lag)
         self.metrics = metrics
         self.metrics_every = metrics_every
         self.history: list[Row] = []
         self.seconds = 0.0
         self._randomness = Randomness(seed, problem.theta.device)
-        with self._randomness.scope():
+        with self._in_company(), self._randomness.scope():
             self.stage = Stage(problem, inner_data, outer_data, settings, self.executor, self.algorithm.online)
+            # The first batches are looked at before anything moves, then drawn again by the run itself.
             for stream in (self.stage.inner, self.stage.outer):
                 stream.remember = checkpoint is not None
-            # The first batches are looked at before anything moves, then drawn again by the run itself.
             problem.validate(self.stage.inner.peek(), self.stage.outer.peek())
             self.stage.project_theta()
             self.stage.project_v()
             self._state = self.algorithm.init(self.stage)
+        self._unfinished = False  # whether steps were taken that other processes were not told the end of
         self._run: Run | None = None
         self._broken_off: Run | None = None
         self._keeper: Keeper | None = None
@@ -208,6 +216,8 @@ class Solver:
         """Write a checkpoint now, between two outer steps."""
         if self._keeper is None:
             raise InputError("This solver has no place for checkpoints. Give it one: Solver(..., checkpoint='runs/a').")
+        if not self.executor.leads:
+            return  # one process writes for all
         try:
             self._keeper.write(self.stage, self._state, self._rest())
         except NhgdError as error:
@@ -228,15 +238,24 @@ class Solver:
         }
 
     def _with_last(self, error: NhgdError) -> NhgdError:
-        """The same error, naming the last good checkpoint."""
-        if self._keeper is not None:
-            error.args = (f"{error}{self._keeper.last()}",)
+        """The same error, or the loss of a process behind it, naming the last good checkpoint."""
+        error = self.executor.explained(error)
+        if self._keeper is not None and "last good checkpoint" not in str(error):
+            known = self._keeper.last() if self.executor.leads else last_kept(self._keeper.path)
+            error.args = (f"{error}{known}",)
         return error
 
     def step(self) -> Row:
         """One outer step; its row of the history."""
-        row = self._advance()
-        self._save_if_due()
+        if self.executor.serves:
+            raise InputError(
+                "This process keeps curvature for others and takes no steps. Call run(), or iterate over the solver, which both"
+                " end here when they end there."
+            )
+        with self._in_company():
+            row = self._advance()
+            self._save_if_due()
+        self._unfinished = True
         return row
 
     def _save_if_due(self) -> None:
@@ -246,12 +265,14 @@ class Solver:
     def _advance(self) -> Row:
         problem, clock = self.problem, self.stage.clock
         theta, v = problem.theta.flat(), problem.v.flat()
-        buffers = (*problem.theta.buffers(), *problem.v.buffers())
+        buffers = self._buffers()
+        before = self.executor.measured()
         started = time.perf_counter()
         with self._randomness.scope():
             try:
-                self.stage.begin()
-                self._state, info = self.algorithm.step(self.stage, self._state)
+                with self.executor.scope():
+                    self.stage.begin()
+                    self._state, info = self.algorithm.step(self.stage, self._state)
                 _finite(info)
             except NonFiniteError as error:
                 problem.theta.assign(theta)
@@ -262,7 +283,9 @@ class Solver:
             except NhgdError as error:
                 raise self._with_last(error) from error.__cause__
             clock.k += 1
-        self.seconds += time.perf_counter() - started
+        taken = time.perf_counter() - started
+        self.seconds += taken
+        work = self.executor.measured().since(before)
         row: Row = {
             "step": clock.k,
             "seconds": self.seconds,
@@ -270,6 +293,11 @@ class Solver:
             "inner_loss": info.inner_loss,
             "hypergradient_norm": info.hypergradient_norm,
             "lag": info.lag,
+            "inner_seconds": max(0.0, taken - work.waited_seconds),
+            "curvature_seconds": work.curvature_seconds,
+            "waited_seconds": work.waited_seconds,
+            "overlap": work.overlap,
+            "bytes_sent": work.bytes_sent,
             **self.stage.calls.as_dict(),
             **info.notes,
         }
@@ -287,9 +315,18 @@ class Solver:
             return self.metrics(theta, v)
 
     def __iter__(self) -> Iterator[Row]:
-        """One outer step after another, for the caller's own loop; it ends when the caller leaves it."""
-        while True:
-            yield self.step()
+        """One outer step after another, for the caller's own loop; it ends when the caller leaves it.
+
+        In a process that keeps curvature for others there is nothing to see: it ends, empty, when the others have left theirs.
+        """
+        if self.executor.serves:
+            self._serve()
+            return
+        try:
+            while True:
+                yield self.step()
+        except GeneratorExit:
+            self._finish(self.solution())
 
     def run(
         self,
@@ -312,6 +349,8 @@ class Solver:
         for name, value in (("steps", steps), ("plateau", plateau)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise InputError(f"{name} must be a whole number of at least 1, got {value}.")
+        if self.executor.serves:
+            return self._serve()
         before, unsaid = self._broken_off, steps is None and limit is None and plateau is None
         if unsaid and before is None:
             raise InputError("run() needs to know when to stop: steps=1000, budget='60s' or plateau=50.")
@@ -320,7 +359,13 @@ class Solver:
         else:
             run = before if unsaid else replace(before, steps=steps, limit=limit, plateau=plateau)
         self._run, self._broken_off = run, None
-        if self._keeper is not None and before is None and run.first:
+        with self._in_company():
+            solution = self._run_until_the_end(run, before is None, progress)
+        self._finish(solution)
+        return solution
+
+    def _run_until_the_end(self, run: Run, is_new: bool, progress: bool | None) -> Solution:
+        if self._keeper is not None and is_new and run.first:
             self.save()  # a second run: should it be broken off at once, it is this one that goes on
         result: Literal["steps", "budget", "plateau"] = "steps"
         with bar(self.algorithm.name, progress) as tick:
@@ -348,9 +393,56 @@ class Solver:
             self.save()
         return self.solution(result)
 
+    @contextmanager
+    def _in_company(self) -> Iterator[None]:
+        """An error inside is told to the other processes, so that nobody waits for this one."""
+        try:
+            yield
+        except BaseException as error:
+            self.executor.fail(error)
+            raise
+
+    def _finish(self, solution: Solution) -> None:
+        """The run has ended: the processes that served it learn what it found."""
+
+        def report() -> Report:
+            told = {
+                "history": self.history,
+                "stats": solution.stats,
+                "result": solution.result,
+                "step": self.stage.clock.k,
+                "seconds": self.seconds,
+            }
+            return Report(told, [self.problem.theta.flat(), self.problem.v.flat(), *(b for b, _ in self._buffers())])
+
+        with self._in_company():
+            try:
+                self.executor.finish(report)
+            except NhgdError as error:
+                raise self._with_last(error) from error
+        self._unfinished = False
+
+    def _serve(self) -> Solution:
+        """Keep curvature for the processes of the inner loop until they have finished; what they found."""
+        with self._in_company():
+            try:
+                told, (theta, v, *buffers) = self.executor.serve()
+            except NhgdError as error:
+                raise self._with_last(error) from error
+        problem = self.problem
+        problem.theta.assign(theta.to(problem.theta.device))
+        problem.v.assign(v.to(problem.v.device))
+        for (buffer, _), value in zip(self._buffers(), buffers, strict=True):
+            buffer.copy_(value)
+        self.history, self.seconds, self.stage.clock.k = told["history"], told["seconds"], told["step"]
+        return Solution(problem.v.given, problem.theta.given, self.history, told["stats"], told["result"])
+
+    def _buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [*self.problem.theta.buffers(), *self.problem.v.buffers()]
+
     def solution(self, result: Literal["steps", "budget", "plateau", "stopped"] = "stopped") -> Solution:
         """What has been found so far."""
-        traffic = self.executor.traffic
+        traffic = self.executor.measured()
         stats = {
             "method": self.algorithm.name,
             "algorithm": repr(self.algorithm),
@@ -363,6 +455,11 @@ class Solver:
                 "processes": traffic.processes,
                 "bytes_sent": traffic.bytes_sent,
                 "waited_seconds": traffic.waited_seconds,
+                "curvature_seconds": traffic.curvature_seconds,
+                "overlap": traffic.overlap,
+                "records": traffic.records,
+                "max_lag": self.executor.max_lag if self.executor.beside else 0,
+                "largest_lag": traffic.largest_lag,
                 "workers": self.stage.team.size,
                 "division": dict(self.stage.division),
             },
@@ -371,6 +468,8 @@ class Solver:
 
     def close(self) -> None:
         """Let go of what the executor holds."""
+        if self._unfinished and not self.executor.serves:
+            self._finish(self.solution())
         self.executor.close()
 
     def _diagnosed(self, error: NonFiniteError) -> NhgdError:

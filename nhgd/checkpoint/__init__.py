@@ -13,4 +13,9 @@ def exists(path: str | Path) -> bool:
     return newest(Path(path)) is not None
 
 
-__all__ = ["Keeper", "Saved", "exists"]
+def last_kept(path: str | Path) -> str:
+    """A sentence that names the newest checkpoint on disk, with a space before it; nothing if there is none."""
+    return f" The last good checkpoint is {path}, outer step {Saved(path).step}." if exists(path) else ""
+
+
+__all__ = ["Keeper", "Saved", "exists", "last_kept"]

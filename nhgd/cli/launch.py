@@ -21,8 +21,9 @@ from nhgd.errors import RunError
 from nhgd.execution.roles import Roles
 
 LAUNCHER = "NHGD_LAUNCHER"  # in the environment of a process that was started here: who started it
-NOTICING = 10.0  # seconds for the others to notice that one has failed, and to say so
-LEAVING = 2.0  # seconds to end after being asked
+NOTICING = 6.0  # seconds for the others to notice that one is gone, and to say so
+LEAVING = 2.0  # seconds to end after being asked, or for the others to fail as one has
+SPOKEN = (1, 2, 130)  # exit codes of a process that has said why
 
 
 def started_by_someone() -> bool:
@@ -37,6 +38,7 @@ class Member:
     rank: int
     process: subprocess.Popen[bytes]
     said: bytearray = field(default_factory=bytearray)
+    failed: int | None = None  # how it ended before anyone was asked to
     readers: list[threading.Thread] = field(default_factory=list)
 
     def sentence(self) -> str | None:
@@ -56,15 +58,14 @@ def launch(arguments: Sequence[str], roles: Roles, restarts: int) -> int:
     for attempt in range(restarts + 1):
         with _members(arguments, roles, store.port, attempt) as (members, output):
             code = _watch(members)
-            for member in members:
-                for reader in member.readers:
-                    reader.join(LEAVING)
+        for member in members:
+            for reader in member.readers:
+                reader.join(LEAVING)
         if code != 1 or attempt == restarts:
             sys.stdout.flush()
             sys.stdout.buffer.write(output)
             sys.stdout.flush()
-            first = members[0].process.returncode
-            if code == 1 and first not in (1, 2):
+            if code and members[0].failed not in SPOKEN:
                 raise RunError(_reason(members, roles))
             return code
         print(f"{_reason(members, roles)} Starting again, {attempt + 1} of {restarts}.", file=sys.stderr)
@@ -77,11 +78,8 @@ def _reason(members: Sequence[Member], roles: Roles) -> str:
         sentence = member.sentence()
         if sentence is not None:
             return sentence
-    for member in members:
-        code = member.process.returncode
-        if code not in (0, -signal.SIGTERM, -signal.SIGKILL):
-            return f"{roles.called(member.rank)} ended with {_ending(code)}."
-    return f"{roles.called(0)} ended with {_ending(members[0].process.returncode)}."
+    failed = next(member for member in members if member.failed)
+    return f"{roles.called(failed.rank)} ended with {_ending(failed.failed or 0)}."
 
 
 def _ending(code: int) -> str:
@@ -157,24 +155,26 @@ def _watch(members: Sequence[Member]) -> int:
     """Until all have ended well, or one has failed and the others had time to say so; the exit code of the whole."""
     failed_at: float | None = None
     while True:
-        codes = [member.process.poll() for member in members]
+        for member in members:
+            member.failed = member.process.poll()
+        codes = [member.failed for member in members]
         if all(code == 0 for code in codes):
             return 0
-        if any(code is not None and code != 0 for code in codes):
+        if any(codes):
             failed_at = failed_at or time.monotonic()
-            waited = time.monotonic() - failed_at
-            patience = LEAVING if codes[0] is not None else NOTICING
-            if None not in codes or waited > patience:
-                refused = codes[0] == 2 or (codes[0] is None and 2 in codes)
-                return 2 if refused else 1
+            patience = LEAVING if any(code in SPOKEN for code in codes) else NOTICING
+            if None not in codes or time.monotonic() - failed_at > patience:
+                return next((code for code in codes if code in (2, 130)), 1)
         time.sleep(0.05)
 
 
 def _end(members: Sequence[Member]) -> None:
-    """Ask those that still run to end, and then end them; a paused process cannot be asked."""
+    """Ask those that still run to end, and then end them."""
     running = [member.process for member in members if member.process.poll() is None]
     for process in running:
         process.terminate()
+        with contextlib.suppress(OSError, AttributeError):
+            process.send_signal(signal.SIGCONT)  # a paused one hears it only then
     deadline = time.monotonic() + LEAVING
     for process in running:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
 from nhgd.algorithm import AbstractAlgorithm
 from nhgd.errors import InputError, unknown
+from nhgd.execution import EXECUTIONS
 from nhgd.inverse import AbstractInverse
 from nhgd.solve import Solver
 from nhgd.task import AbstractTask
@@ -54,6 +55,18 @@ def solver_kinds() -> dict[str, Any]:
             whole = isinstance(parameter.default, int)
             found[name] = int if whole else float | tuple[float, float] | str | None
     return found
+
+
+def for_execution(name: str, changes: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings of an executor, and the changes that are not its own. A key may carry its place: execution.max_lag."""
+    hints = get_type_hints(EXECUTIONS[name.partition(":")[0]].__init__)  # type: ignore[misc]
+    known = {key: kind for key, kind in hints.items() if key not in ("return", "team", "device")}
+    own = {key.removeprefix("execution."): text for key, text in changes.items()}
+    for key in changes:
+        if key.startswith("execution.") and key.removeprefix("execution.") not in known:
+            raise unknown("setting", key, [f"execution.{name}" for name in known])
+    given = {key: convert(key, text, known[key]) for key, text in own.items() if key in known}
+    return given, {key: text for key, text in changes.items() if key.removeprefix("execution.") not in known}
 
 
 def for_task(task: AbstractTask, changes: Mapping[str, str]) -> tuple[AbstractTask, dict[str, str]]:

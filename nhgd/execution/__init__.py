@@ -8,6 +8,7 @@ from typing import Any
 from nhgd.errors import InputError
 from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
 from nhgd.execution.device import Device
+from nhgd.execution.distributed import Distributed
 from nhgd.execution.inline import Inline
 from nhgd.execution.stream import Stream
 from nhgd.execution.thread import Thread
@@ -44,4 +45,15 @@ def resolve(execution: str | AbstractExecutor, **settings: Any) -> AbstractExecu
     return made
 
 
-__all__ = ["EXECUTIONS", "AbstractExecutor", "Curvature", "Device", "Inline", "Stream", "Thread", "Traffic", "resolve"]
+__all__ = [
+    "EXECUTIONS",
+    "AbstractExecutor",
+    "Curvature",
+    "Device",
+    "Distributed",
+    "Inline",
+    "Stream",
+    "Thread",
+    "Traffic",
+    "resolve",
+]

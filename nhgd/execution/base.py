@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -166,6 +167,10 @@ class AbstractExecutor(ABC):
     @abstractmethod
     def solving(self) -> AbstractInverse:
         """The inverse that solves with what `snapshot` gives: the one that was started, or its stand-in here."""
+
+    def scope(self) -> AbstractContextManager[None]:
+        """The setting of an outer step in the inner loop's thread."""
+        return nullcontext()
 
     def curvature(self) -> Curvature:
         """What an outer step solves with: everything submitted, unless `stale` ones are wanted."""

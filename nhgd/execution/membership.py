@@ -15,13 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
-from nhgd.errors import InputError, RunError
+from nhgd.errors import InputError, NhgdError, RunError
 from nhgd.execution.channel import FOREVER, Channel, interrupt
 from nhgd.execution.pulse import Pulse
 from nhgd.execution.roles import Roles
 
-PATIENCE = 300.0  # seconds until everyone has arrived: programs start at different speeds
+PATIENCE = 60.0  # seconds, at least, until everyone has arrived: programs start at different speeds
 _joined = 0  # how often this process joined; the same everywhere, because all processes run the same program
 
 
@@ -68,6 +69,7 @@ def join(workers: int | None, curvature: int, timeout: float, device: torch.devi
     """Join the others; torch.distributed is started from the environment where it is not running."""
     global _joined
     _joined += 1
+    patience = max(PATIENCE, 2 * timeout)
     if not dist.is_available():
         raise InputError("This PyTorch has no torch.distributed. Use execution='thread' instead.")
     if not dist.is_initialized():
@@ -78,14 +80,17 @@ def join(workers: int | None, curvature: int, timeout: float, device: torch.devi
                 f" {', '.join(missing)} in its environment). Start the program by torchrun --nproc-per-node"
                 f" {(workers or 1) + curvature} PROGRAM, or use the command line: nhgd run TASK --execution distributed."
             )
-        world = int(os.environ["WORLD_SIZE"])
-        Roles.of(world, workers, curvature)  # before anyone waits for anyone
-        _interruptible(lambda: dist.init_process_group(_backend(), timeout=timedelta(seconds=PATIENCE)))
-    roles = Roles.of(dist.get_world_size(), workers, curvature)
-    rank = dist.get_rank()
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    pulse = Pulse(_store(), roles, rank, timeout, None if agent else 0)
-    pulse.start(PATIENCE)
+        world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        roles = Roles.of(world, workers, curvature)  # before anyone waits for anyone
+        limit = timedelta(seconds=patience)
+        store, _, _ = _interruptible(lambda: next(rendezvous("env://", timeout=limit)))
+        pulse = _pulse(store, roles, rank, timeout, patience)
+        _interruptible(
+            lambda: dist.init_process_group(_backend(), store=store, rank=rank, world_size=world, timeout=limit), pulse
+        )
+    else:
+        roles, rank = Roles.of(dist.get_world_size(), workers, curvature), dist.get_rank()
+        pulse = _pulse(dist.distributed_c10d._get_default_store(), roles, rank, timeout, patience)
 
     def groups() -> tuple[Any, Any, Any]:
         """Everybody; everybody on NCCL; the inner ranks."""
@@ -95,12 +100,20 @@ def join(workers: int | None, curvature: int, timeout: float, device: torch.devi
         team = dist.new_group(list(roles.inner), backend=kind, timeout=FOREVER) if roles.workers > 1 else None
         return wire, nccl, team
 
-    pulse.engage()
     wire, nccl, team = _interruptible(groups, pulse)
     channel = Channel(wire, rank, pulse, nccl)
     if team is not None and rank < roles.workers:
         channel.interrupts.append(lambda: interrupt(team, rank))
-    return Membership(roles, rank, pulse, channel, team, _store())
+    return Membership(roles, rank, pulse, channel, team, _store(dist.distributed_c10d._get_default_store()))
+
+
+def _pulse(store: Any, roles: Roles, rank: int, timeout: float, patience: float) -> Pulse:
+    """A pulse that beats, as everyone's does."""
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    pulse = Pulse(_store(store), roles, rank, timeout, None if agent else 0)
+    _interruptible(lambda: pulse.start(patience))
+    pulse.engage()
+    return pulse
 
 
 def _backend() -> str:
@@ -110,9 +123,8 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if enough else "gloo"
 
 
-def _store() -> Any:
+def _store(given: Any) -> Any:
     """A connection of our own to the store of the process group."""
-    given = dist.distributed_c10d._get_default_store()
     prefix = f"nhgd/{_joined}"
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -145,6 +157,8 @@ def _interruptible(work: Callable[[], Any], pulse: Pulse | None = None) -> Any:
         lost = pulse.lost() if pulse is not None and thread.is_alive() else None
         if lost is not None:
             raise RunError(lost)
+    if errors and isinstance(errors[0], NhgdError):
+        raise errors[0]
     if errors:
         why = str(errors[0]).splitlines()[0] if str(errors[0]) else type(errors[0]).__name__
         raise RunError(f"The processes could not be connected: {why}.") from errors[0]
