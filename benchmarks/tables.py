@@ -1,4 +1,4 @@
-"""Write the tables of docs/choosing.md and docs/pde.md from the JSON beside them: python -m benchmarks.tables"""
+"""Write the tables of docs/choosing.md, docs/pde.md and docs/distillation.md from the JSON beside them: python -m benchmarks.tables"""
 
 from __future__ import annotations
 
@@ -44,6 +44,23 @@ def pde(result: dict) -> str:
     return "\n".join(lines)
 
 
+def distillation(result: dict) -> str:
+    lines = [
+        "| run | seed | seconds | outer steps | linear, from scratch | in the loop | MLP, from scratch"
+        " | as many real images: linear, MLP |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for run in result["runs"]:
+        lines.append(
+            f"| {run['label']} | {run['seed']} | {run['seconds']:.0f} | {run['steps']} | {run['test_accuracy']:.4f}"
+            f" | {run['loop_test_accuracy']:.4f} | {run['other_test_accuracy']:.4f}"
+            f" | {run['random_test_accuracy']:.4f}, {run['other_random_test_accuracy']:.4f} |"
+        )
+    for row in result["all_images"]:
+        lines.append(f"| all 60,000 images, l2 = {row['l2']:g} |  |  |  | {row['test_accuracy']:.4f} |  |  |  |")
+    return "\n".join(lines)
+
+
 def filled(page: str, name: str, table: str) -> str:
     pattern = rf"<!-- table: {name} -->\n(?:\n\|[^\n]*(?:\n\|[^\n]*)*\n)?"
     return re.sub(pattern, f"<!-- table: {name} -->\n\n{table}\n", page)
@@ -58,6 +75,7 @@ def main() -> None:
     pages = {
         "docs/choosing.md": {"errors": errors(cleaning), "cost": cost(cleaning)},
         "docs/pde.md": {"pde": pde(read("pde-h200.json")), "pde-quick": pde(read("pde-quick-cpu.json"))},
+        "docs/distillation.md": {"distillation": distillation(read("distillation-cpu.json"))},
     }
     for name, tables in pages.items():
         page = ROOT / name
