@@ -77,6 +77,10 @@ class AbstractBeside(AbstractExecutor):
         """In the thread: the record where the curvature is kept."""
         return record
 
+    def _folded(self, state: Any, record: InnerRecord) -> Any:
+        """In the thread: the state after a record."""
+        return self._inverse.observe(state, record)
+
     @contextmanager
     def _there(self) -> Iterator[None]:
         """The setting of all work on the state, in the thread."""
@@ -104,7 +108,7 @@ class AbstractBeside(AbstractExecutor):
             wait()
             received = self._received(record)
             with self._busy.running():
-                self._state = self._inverse.observe(self._state, received)
+                self._state = self._folded(self._state, received)
             self._check_unchanged(versions)
 
         lag = self._put(_Job(work, is_record=True))

@@ -11,8 +11,11 @@ import torch
 from nhgd.errors import InputError
 from nhgd.execution.base import Traffic
 from nhgd.execution.beside import AbstractBeside
+from nhgd.execution.elsewhere import learner
+from nhgd.execution.replay import Replay
 from nhgd.execution.stopwatch import Stopwatch
-from nhgd.record import InnerRecord, tensors
+from nhgd.inverse.kronecker import AbstractKronecker, BatchStatistics
+from nhgd.record import InnerRecord, LayerStatistics, tensors
 from nhgd.variable import Variable
 
 
@@ -23,7 +26,9 @@ class Stream(AbstractBeside):
     A thread launches on the side stream, because some factorisations make their caller wait. The two streams wait for
     each other by events and the processor waits for neither: the side stream for the inner step that made a record, the
     inner stream for the last record before a solve. Memory that one stream made and the other reads is kept until both are
-    done with it.
+    done with it. The inner loop runs on a stream of high priority, so that its many small kernels pass those of the
+    curvature; and Kronecker factors are taken by a CUDA graph, because each kernel that a second thread launches by itself
+    holds the first one up.
 
     Args:
         max_lag: how many records may be waiting to be launched before an inner step waits; default 8.
@@ -35,6 +40,7 @@ class Stream(AbstractBeside):
 
     name: ClassVar[str] = "stream"
     _side: torch.cuda.Stream | None = None
+    _replay: Replay[BatchStatistics] | None = None
 
     def _prepare(self, theta: Variable) -> None:
         if theta.device.type != "cuda":
@@ -43,9 +49,14 @@ class Stream(AbstractBeside):
             )
         if self._side is None or self._side.device != theta.device:
             self._side = torch.cuda.Stream(theta.device)
+            self._inner = torch.cuda.Stream(theta.device, priority=-1)
             self._waiting = Stopwatch(theta.device)
             self._busy = Stopwatch(theta.device)
         self._side.wait_stream(torch.cuda.current_stream(theta.device))  # the first state is made on the inner stream
+        self._replay = None
+        kept = learner(self._inverse)
+        if isinstance(kept, AbstractKronecker):
+            self._replay = Replay(lambda record: kept.statistics(self._state, _layers(record)))
 
     def _mark(self) -> Callable[[], None]:
         side = self._side
@@ -59,6 +70,26 @@ class Stream(AbstractBeside):
         for tensor in tensors(record):
             tensor.record_stream(self._side)
         return record
+
+    def _folded(self, state: Any, record: InnerRecord) -> Any:
+        kept = learner(self._inverse)
+        if self._replay is None or not isinstance(kept, AbstractKronecker):
+            return super()._folded(state, record)
+        return kept.observe(state, record, self._replay(record))
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """An outer step runs on the inner stream, after what was launched before it and before what comes next."""
+        if self._side is None:
+            yield
+            return
+        here = torch.cuda.current_stream(self._side.device)
+        self._inner.wait_stream(here)
+        try:
+            with torch.cuda.stream(self._inner):
+                yield
+        finally:
+            here.wait_stream(self._inner)
 
     @contextmanager
     def _there(self) -> Iterator[None]:
@@ -93,3 +124,8 @@ class Stream(AbstractBeside):
         if self._side is not None:
             self.traffic.waited_seconds += self._waiting.take()
         return super().measured()
+
+
+def _layers(record: InnerRecord) -> LayerStatistics:
+    assert isinstance(record, LayerStatistics)
+    return record

@@ -48,6 +48,7 @@ class EKFAC(AbstractKronecker):
     Args:
         damping, beta, fisher, factor_every, overhead, dense_limit, dtype: as in `KFAC`.
         invert_every: observations from one basis to the next.
+        invert_phase: as in `KFAC`.
 
     >>> EKFAC().invert_every
     10

@@ -181,13 +181,16 @@ class FisherDense(AbstractInverse):
         if self._sums_matrices(record):
             local = self._rows(record).to(state.matrix)
             matrix = mean_over_team(record, [local.T @ local])[0]  # (D, D)
-            self._check_finite(matrix, observed)
-            curvature = (1 - gain) * state.curvature + gain * float(matrix.trace()) / len(matrix)
+            trace = float(matrix.trace())
+            if not math.isfinite(trace):  # a sum of squares
+                self._refuse_gradient(observed)
+            curvature = (1 - gain) * state.curvature + gain * trace / len(matrix)
             state.matrix.mul_(1 - gain).add_(matrix, alpha=gain)
             return replace(state, count=state.count + 1, curvature=curvature, observed=observed)
         rows = self._rows(whole(record)).to(state.matrix)  # (n, D)
-        self._check_finite(rows, observed)
         energy = float(rows.square().sum()) / rows.shape[1]
+        if not math.isfinite(energy):
+            self._refuse_gradient(observed)
         curvature = (1 - gain) * state.curvature + gain * energy
         moved = replace(state, count=state.count + 1, curvature=curvature, observed=observed)
         if self.form == "matrix":
@@ -217,12 +220,11 @@ class FisherDense(AbstractInverse):
         rows, size = record.rows.shape
         return rows // record.samples * observed_samples(record) >= size
 
-    def _check_finite(self, tensor: Tensor, observed: int) -> None:
-        if not bool(torch.isfinite(tensor).all()):
-            raise NonFiniteError(
-                f"FisherDense: the gradient handed over at observation {observed} holds nan or inf. Lower inner_lr, or"
-                " look at the inner losses."
-            )
+    def _refuse_gradient(self, observed: int) -> None:
+        raise NonFiniteError(
+            f"FisherDense: the gradient handed over at observation {observed} holds nan or inf. Lower inner_lr, or look at"
+            " the inner losses."
+        )
 
     def _rows(self, record: InnerRecord) -> Tensor:
         """Rows R, (n, D), with F_batch = R^T R."""
@@ -241,21 +243,24 @@ class FisherDense(AbstractInverse):
 
     def _fold(self, inverse: Tensor, rows: Tensor, gain: float, curvature: float) -> str | None:
         """The Woodbury update of A, in place. What went wrong, as a clause, if something did."""
-        if len(rows) > rows.shape[1]:
-            _, rows = torch.linalg.qr(rows, mode="r")  # the same R^T R in D rows
+        lost = "the inverse has lost its positive definiteness"
         keep = 1 - gain
-        product = rows @ inverse  # R A, (n, D)
-        small = (product @ rows.T).mul_(gain / keep)
-        small.diagonal().add_(1.0)
-        factor, info = torch.linalg.cholesky_ex(small)
-        if int(info) != 0:
-            return "the inverse has lost its positive definiteness"
-        root = torch.linalg.solve_triangular(factor, product, upper=False).mul_(math.sqrt(gain) / keep)
-        inverse.addmm_(root.T, root, beta=1 / keep, alpha=-1)
-        # A part that is not symmetric would grow by 1 / keep each step, for ever. One outer product leaves none.
-        if len(root) > 1:
-            inverse.add_(inverse.T.clone()).mul_(0.5)
-        largest = float(torch.stack(torch.aminmax(inverse)).abs().max())
+        if len(rows) == 1:  # one product with A and one outer product: A is read twice and written once
+            product = inverse @ rows[0]
+            small = 1 + gain / keep * float(product @ rows[0])
+            if not small > 0:
+                return lost
+            product.mul_(math.sqrt(gain / small) / keep)
+            inverse.addmm_(product[:, None], product[None], beta=1 / keep, alpha=-1)  # addr_ is not symmetric
+        else:
+            if len(rows) > rows.shape[1]:
+                _, rows = torch.linalg.qr(rows, mode="r")  # the same R^T R in D rows
+            if not self._fold_block(inverse, rows, gain):
+                return lost
+        # Of a positive definite array the largest entry stands on the diagonal, and all of those are above zero.
+        least, largest = torch.stack(torch.aminmax(inverse.diagonal())).tolist()
+        if not least > 0:
+            return lost
         limit = self.limit if self.limit is not None else 1e11 * _EPS / torch.finfo(self.dtype).eps
         if largest * curvature <= limit:
             return None
@@ -263,6 +268,21 @@ class FisherDense(AbstractInverse):
             f"the inverse has wound up: its largest entry, {largest:.2g}, is {largest * curvature:.2g} times the inverse"
             f" mean curvature (limit {limit:.2g}), so rounding spoils the others"
         )
+
+    def _fold_block(self, inverse: Tensor, rows: Tensor, gain: float) -> bool:
+        """Fold in several rows at once, R, (n, D); whether A was positive definite along them."""
+        keep = 1 - gain
+        product = rows @ inverse  # R A, (n, D)
+        small = (product @ rows.T).mul_(gain / keep)
+        small.diagonal().add_(1.0)
+        factor, info = torch.linalg.cholesky_ex(small)
+        if int(info) != 0:
+            return False
+        root = torch.linalg.solve_triangular(factor, product, upper=False).mul_(math.sqrt(gain) / keep)
+        inverse.addmm_(root.T, root, beta=1 / keep, alpha=-1)
+        # A part that is not symmetric would grow by 1 / keep each step, for ever. One outer product leaves none.
+        inverse.add_(inverse.T.clone()).mul_(0.5)
+        return True
 
     def solve(self, state: DenseState, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """One Cholesky factorisation, or one product with A."""

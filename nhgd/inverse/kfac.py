@@ -49,6 +49,8 @@ class KFAC(AbstractKronecker):
         factor_every: inner steps from one record to the next.
         invert_every: None: eigendecompositions are made in each solve, of the factors as they are then. A number: they are
             made at the first and at every so many observations, kept in the state, and a solve uses those.
+        invert_phase: at which observation of each period; 0 is its last. With as many inner steps as the period, 1 makes
+            them while the inner loop runs, where curvature is kept beside it.
         overhead: the share of an inner step's time that both may take; `with_periods` turns it into the two periods.
         dense_limit: the largest parameter outside the layers that gets a dense block.
         dtype: of the statistics; None: of the layers' numbers (theta's dtype, outside of autocast), at least float32.

@@ -50,6 +50,13 @@ class Basis(NamedTuple):
         return self.score_vectors @ matrix @ self.input_vectors.mT
 
 
+class BatchStatistics(NamedTuple):
+    """What one batch adds: A, G times the mean weight, and that weight, by layer; and the blocks of other parameters."""
+
+    layers: dict[str, tuple[Tensor, ...]]
+    blocks: dict[str, Tensor]
+
+
 @dataclass
 class KroneckerState(State):
     """Running means over what was observed. A layer goes by the name of its weight.
@@ -117,11 +124,12 @@ class AbstractKronecker(AbstractInverse):
     overhead: float | None = None
     dense_limit: int = 256
     dtype: torch.dtype | None = None
+    invert_phase: int = 0
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
         check_statistics(owner, self.damping, self.beta, self.fisher, self.dtype)
-        not_negative(owner, dense_limit=self.dense_limit)
+        not_negative(owner, dense_limit=self.dense_limit, invert_phase=self.invert_phase)
         for name in ("factor_every", "invert_every"):
             period = getattr(self, name)
             if period is not None and (not isinstance(period, int) or period < 1):
@@ -190,8 +198,8 @@ class AbstractKronecker(AbstractInverse):
     def _empty(self, starts: dict[str, int], sizes: dict[str, int]) -> KroneckerState: ...
 
     @torch.no_grad()
-    def observe(self, state: Any, record: InnerRecord) -> Any:
-        """Fold the batch into the running means; the state that was given stays as it was."""
+    def observe(self, state: Any, record: InnerRecord, ready: BatchStatistics | None = None) -> Any:
+        """Fold the batch, or its statistics where they are ready, into the running means; the given state stays as it was."""
         assert isinstance(record, LayerStatistics)
         if not record.layers and not state.inputs:
             raise InputError(
@@ -199,7 +207,7 @@ class AbstractKronecker(AbstractInverse):
                 " a parameter of theta. Use fisher_window, which takes any model, or fisher_diagonal."
             )
         rate, mass = step_of_mean(state.mass, self.beta, observed_samples(record))
-        batch, own_blocks = self._statistics(state, record)
+        batch, own_blocks = ready or self.statistics(state, record)
         inputs, scores, weights = ({name: three[i] for name, three in batch.items()} for i in range(3))
         new = replace(
             state,
@@ -216,16 +224,18 @@ class AbstractKronecker(AbstractInverse):
         new.blocks = merge(blocks, others, rate)
         return self._refreshed(state, new, record, rate)
 
-    def _statistics(
-        self, state: KroneckerState, record: LayerStatistics
-    ) -> tuple[dict[str, tuple[Tensor, ...]], dict[str, Tensor]]:
-        """What the batch adds to the running means, of layers and of the parameters outside, over all workers."""
+    @torch.no_grad()
+    def statistics(self, state: KroneckerState, record: LayerStatistics) -> BatchStatistics:
+        """What the batch adds to the running means, of layers and of the parameters outside, over all workers.
+
+        Of the state only the sizes of theta's leaves are used, so that this can be captured once and replayed.
+        """
         layers: dict[str, tuple[Tensor, ...]] = {layer.weight: self._factors(layer, record) for layer in record.layers}
         blocks = self._blocks(state, record)
         if record.team is None:
-            return layers, blocks
+            return BatchStatistics(layers, blocks)
         summed = iter(mean_over_team(record, [*(t for three in layers.values() for t in three), *blocks.values()]))
-        return (
+        return BatchStatistics(
             {name: tuple(next(summed) for _ in three) for name, three in layers.items()},
             {name: next(summed) for name in blocks},
         )
@@ -235,8 +245,9 @@ class AbstractKronecker(AbstractInverse):
         """The state, whose factors hold the batch already, with all else brought up to date where due."""
 
     def _due(self, state: KroneckerState) -> bool:
-        """Whether eigendecompositions are to be made at this observation: the first, and every multiple of the period."""
-        return self.invert_every is not None and (state.observed == 1 or state.observed % self.invert_every == 0)
+        """Whether eigendecompositions are made at this observation: the first, and one in each period, at its phase."""
+        period = self.invert_every
+        return period is not None and (state.observed == 1 or (state.observed - self.invert_phase) % period == 0)
 
     def _precision(self, tensor: Tensor) -> torch.dtype:
         return self.dtype or torch.promote_types(tensor.dtype, torch.float32)
