@@ -91,7 +91,7 @@ class Pulse:
     def lost(self) -> str | None:
         """Who is lost, as a sentence, or None."""
         for other, words in list(self._last_words.items()):
-            return f"{self._roles.called(other)} stopped: {words}"
+            return self._stopped(other, words)
         now = time.monotonic()
         late = (other for other, (_, heard) in self._numbers.items() if now - heard > self._timeout)
         silent = [other for other in late if other not in self._excused]
@@ -115,8 +115,12 @@ class Pulse:
             time.sleep(0.02)
         for other, said in [(rank, self._last_words.get(rank)), *self._last_words.items()]:
             if said is not None:
-                return f"{self._roles.called(other)} stopped: {said}"
+                return self._stopped(other, said)
         return f"{self._roles.called(rank)} is gone: it closed its connection without a word."
+
+    def _stopped(self, rank: int, words: str) -> str:
+        """What to make of last words: those of a process that lost another name the one that was lost first."""
+        return words if words.startswith("Rank ") else f"{self._roles.called(rank)} stopped: {words}"
 
     def say(self, words: str, patience: float = 2.0) -> None:
         """Leave last words for the others; the first ones count."""

@@ -1,0 +1,489 @@
+"""Curvature in other processes against the inline run. Groups of 2 and 4 processes answer every question of this file."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import nhgd
+from nhgd.algorithm import AID, NHGD, AbstractAlgorithm, NHGDSingle
+from nhgd.algorithm.base import StepInfo
+from nhgd.algorithm.stage import Stage
+from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError
+from nhgd.execution import Distributed, Inline
+from nhgd.execution.division import Division
+from nhgd.execution.packing import from_bytes, joined, packed, shapes, to_bytes, unpacked
+from nhgd.execution.roles import Roles
+from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Refined
+from nhgd.record import tensors
+from nhgd.recorder import Recorder
+from nhgd.solve import CLOCKED
+from nhgd.variable import Variable
+from tests import catalogue, oracles
+from tests.processes import together
+
+Answers = dict[str, Any]
+SAMPLES, BATCH, STEPS, INNER = 12, 4, 3, 5
+INVERSES: dict[str, Any] = {
+    "kfac": KFAC(),
+    "kfac, kept bases": KFAC(invert_every=2),
+    "ekfac": EKFAC(invert_every=3),
+    "window": FisherWindow(window=24),
+    "dense": FisherDense(),
+    "raw": FisherDense(form="inverse", update="ema", beta=0.8, records="raw", warm="reset"),
+    "diagonal": FisherDiagonal(),
+    "refined": Refined(KFAC(), steps=2, matrix="ggn"),
+}
+LAGS = (0, 3)
+
+
+class Mixed(nn.Module):
+    """Two Linear layers, a convolution, and a parameter outside of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 2, padding=1)
+        self.first = nn.Linear(12, 4)
+        self.last = nn.Linear(4, 3, bias=False)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        z = self.conv(x.reshape(-1, 1, 1, 5)).flatten(1)[:, :12]
+        return self.last(torch.tanh(self.first(z)) * self.scale)
+
+
+def problem_of(net: Callable[[], nn.Module], l2: Any = 0.02) -> catalogue.Made:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        problem, inner, outer = catalogue.of_classifier(net(), features=5, shape=(5,), samples=SAMPLES)
+    if l2 != 0.02:
+        problem = nhgd.Bilevel(
+            catalogue.cross_entropy,
+            catalogue.mean_cross_entropy,
+            problem.theta.given,
+            problem.v.given,
+            l2=l2,
+            likelihood="categorical",
+        )
+    return problem, inner, outer
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def a_solver(execution: Any, method: Any, net: Any = small, l2: Any = 0.02, **settings: Any) -> nhgd.Solver:
+    problem, (x, y, _), outer = problem_of(net, l2)
+    data = nhgd.Data(x, y, batch=BATCH)
+    kept = {"inner_steps": INNER, "outer_lr": 1.0, "inner_lr": 0.1} | settings
+    return nhgd.Solver(problem, data, [outer], method=method, execution=execution, **kept)
+
+
+def facts(solver: nhgd.Solver, solution: nhgd.Solution) -> Answers:
+    """v, theta and the history without clocks, as plain values."""
+    rows = [{k: v for k, v in row.items() if k not in (*CLOCKED, "bytes_sent", "lag")} for row in solution.history]
+    return {
+        "v": oracles.v_of(solver.problem).tolist(),
+        "theta": oracles.theta_of(solver.problem).tolist(),
+        "rows": rows,
+        "stats": solution.stats,
+    }
+
+
+def solved(execution: Any, method: Any, steps: int = STEPS, **settings: Any) -> Answers:
+    solver = a_solver(execution, method, **settings)
+    try:
+        return facts(solver, solver.run(steps=steps))
+    finally:
+        solver.close()
+
+
+def said(work: Callable[[], Any]) -> tuple[str, str]:
+    """The error of something that must fail."""
+    try:
+        work()
+    except NhgdError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+# What the processes do.
+
+
+def in_two(rank: int, size: int, folder: str) -> Answers:
+    """One inner rank, one curvature rank."""
+    found: Answers = {}
+    for name, inverse in INVERSES.items():
+        for lag in LAGS:
+            found[f"{name} {lag}"] = solved(Distributed(max_lag=lag), NHGD(inverse))
+    found["trajectory"] = solved(Distributed(), NHGD(KFAC(), cross="trajectory"))
+    found["fresh"] = solved(Distributed(), NHGD(KFAC(), curvature="fresh"))
+    found["single"] = solved(Distributed(), NHGDSingle(KFAC()))
+    found["aid"] = solved(Distributed(), AID(KFAC()))
+    found["mixed"] = solved(Distributed(), NHGD(KFAC()), net=Mixed)
+    found["ridge of its own"] = solved(Distributed(), NHGD(KFAC()), l2=ridge)
+    found["overhead"] = overhead()
+    found["twice"] = twice(rank)
+    found["loop"] = loop(rank)
+    found["stale"] = stale(rank)
+    found["checkpoint"] = broken_off(rank, folder, Distributed)
+    found["non-finite"] = said(lambda: solved(Distributed(), NHGD(KFAC()), inner_lr=1e200, steps=9))
+    dist.barrier()
+    found["idle"] = said(lambda: solved(Distributed(), AID(CG())))
+    dist.barrier()
+    found["too few"] = said(lambda: solved(Distributed(curvature_ranks=2), NHGD(KFAC())))
+    return found
+
+
+def ridge(v: Any) -> Any:
+    return v.sigmoid().mean() * 0.1
+
+
+def overhead() -> Answers:
+    """Periods that a clock chose: the same in both processes."""
+    solver = a_solver(Distributed(), NHGD(KFAC(overhead=0.5)))
+    solver.run(steps=1)
+    solver.close()
+    return {"inverse": repr(solver.stage.inverse)}
+
+
+def twice(rank: int) -> Answers:
+    solver = a_solver(Distributed(), NHGD(KFAC()))
+    solver.run(steps=1)
+    try:
+        return facts(solver, solver.run(steps=STEPS - 1))
+    finally:
+        solver.close()
+
+
+def loop(rank: int) -> Answers:
+    solver = a_solver(Distributed(), NHGD(KFAC()))
+    for row in solver:
+        if row["step"] == STEPS:
+            break
+    solver.close()
+    found = {"v": oracles.v_of(solver.problem).tolist(), "theta": oracles.theta_of(solver.problem).tolist()}
+    return found | {"steps": len(solver.history)}
+
+
+def stale(rank: int) -> Answers:
+    solver = a_solver(Distributed(max_lag=4, stale=True), NHGD(KFAC()))
+    try:
+        solution = solver.run(steps=STEPS)
+    finally:
+        solver.close()
+    return {"lags": [row["lag"] for row in solution.history], "v": oracles.v_of(solver.problem).tolist()}
+
+
+def broken_off(rank: int, folder: str, backend: Callable[[], Any]) -> Answers:
+    """A run that was kept after two steps, and goes on for one."""
+    place = Path(folder) / f"of {dist.get_world_size()}"
+    solver = a_solver(backend(), NHGD(EKFAC()), checkpoint=place, checkpoint_every=2)
+    solver.run(steps=2)
+    solver.close()
+    dist.barrier()
+    return gone_on(backend(), place)
+
+
+def gone_on(execution: Any, place: Path) -> Answers:
+    problem, (x, y, _), outer = problem_of(small)
+    data = nhgd.Data(x, y, batch=BATCH)
+    solver = nhgd.Solver.resume(place, problem, data, [outer], execution=execution)
+    try:
+        return facts(solver, solver.run(steps=STEPS))
+    finally:
+        solver.close()
+
+
+def in_four(rank: int, size: int, folder: str) -> Answers:
+    """Two inner ranks and two curvature ranks, three and one, four and none."""
+    found: Answers = {}
+    for name in ("kfac", "ekfac", "refined"):
+        for lag in LAGS:
+            execution = Distributed(max_lag=lag, workers=2, curvature_ranks=2)
+            found[f"{name} {lag}"] = solved(execution, NHGD(INVERSES[name]))
+    for name in ("window", "dense", "raw", "diagonal"):
+        found[f"{name} 3"] = solved(Distributed(max_lag=3), NHGD(INVERSES[name]))
+    found["no ridge"] = solved(Distributed(curvature_ranks=2), NHGD(KFAC()), l2=0.0)
+    found["mixed"] = solved(Distributed(curvature_ranks=3), NHGD(KFAC()), net=Mixed)
+    found["all inner"] = solved(Distributed(curvature_ranks=0), NHGD(KFAC()))
+    found["all inner, cg"] = solved(Distributed(curvature_ranks=0), AID(CG(damping=2.0)))
+    found["stale"] = solved(Distributed(curvature_ranks=2, stale=True), NHGD(KFAC()))
+    found["checkpoint"] = broken_off(rank, folder, lambda: Distributed(curvature_ranks=2))
+    found["three workers"] = gone_on(Distributed(curvature_ranks=1), Path(folder) / "of 2")
+    found["undivided"] = said(lambda: solved(Distributed(curvature_ranks=2), NHGD(FisherWindow())))
+    dist.barrier()
+    found["too many"] = said(lambda: solved(Distributed(curvature_ranks=3), NHGD(KFAC())))
+    dist.barrier()
+    found["one fails"] = said(lambda: solved(Distributed(), Stumbling(rank)))
+    return found
+
+
+@dataclass(frozen=True)
+class Stumbling(AbstractAlgorithm):
+    """A method that fails in one of the inner ranks, and elsewhere waits for it."""
+
+    name: ClassVar[str] = "stumbling"
+    rank: int = 0
+
+    @property
+    def online(self) -> Any:
+        return KFAC()
+
+    def init(self, stage: Stage) -> None:
+        return None
+
+    def step(self, stage: Stage, state: None) -> Any:
+        if self.rank == 1:
+            raise InputError("My shoes are untied. Tie them.")
+        return None, StepInfo(0.0, float(stage.inner_step()), 0.0)
+
+
+@cache
+def answers(size: int) -> tuple[Answers, ...]:
+    if size == 4:
+        with tempfile.TemporaryDirectory() as folder:
+            # The run of two processes that four go on with.
+            together(kept_by_two, 2, folder)
+            return tuple(together(in_four, 4, folder))
+    with tempfile.TemporaryDirectory() as folder:
+        return tuple(together(in_two, 2, folder))
+
+
+def kept_by_two(rank: int, size: int, folder: str) -> None:
+    broken_off(rank, folder, Distributed)
+
+
+# What is asked of them.
+
+
+@cache
+def inline(name: str) -> Answers:
+    return solved("inline", NHGD(INVERSES[name]))
+
+
+def same(found: Answers, expected: Answers, exactly: bool) -> None:
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exactly else {"rtol": 1e-12, "atol": 1e-12}
+    for key in ("v", "theta"):
+        torch.testing.assert_close(torch.tensor(found[key]), torch.tensor(expected[key]), **tolerance)
+    if not exactly:
+        return
+    for row, other in zip(found["rows"], expected["rows"], strict=True):
+        assert row == other
+
+
+@pytest.mark.parametrize("lag", LAGS)
+@pytest.mark.parametrize("name", INVERSES)
+def test_a_curvature_rank_gives_the_inline_run_bit_for_bit_in_both_processes(name, lag):
+    for found in answers(2):
+        same(found[f"{name} {lag}"], inline(name), exactly=True)
+        stats = found[f"{name} {lag}"]["stats"]
+        assert stats["execution"]["processes"] == 2
+        assert stats["execution"]["records"] == STEPS * INNER
+        assert stats["execution"]["largest_lag"] <= lag
+        assert stats["steps"] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "settings"),
+    [
+        ("trajectory", NHGD(KFAC(), cross="trajectory"), {}),
+        ("fresh", NHGD(KFAC(), curvature="fresh"), {}),
+        ("single", NHGDSingle(KFAC()), {}),
+        ("aid", AID(KFAC()), {}),
+        ("mixed", NHGD(KFAC()), {"net": Mixed}),
+        ("ridge of its own", NHGD(KFAC()), {"l2": ridge}),
+        ("twice", NHGD(KFAC()), {}),
+    ],
+)
+def test_so_do_other_methods_models_ridges_and_runs_in_two_parts(name, method, settings):
+    expected = solved("inline", method, **settings)
+    for found in answers(2):
+        same(found[name], expected, exactly=True)
+
+
+def test_what_is_sent_is_what_the_inverse_needs():
+    D, number = 5 * 6 + 6 + 6 * 3 + 3, 8
+    records = STEPS * INNER
+    # Inputs and scores of two layers with a factor for each sample, and the weights; u and one number for the ridge.
+    layers = BATCH * ((5 + 6 + 1) + (6 + 3 + 1) + 1) * number
+    solve = (D + 1) * number
+    sent = {name: answers(2)[0][f"{name} 0"]["stats"]["execution"]["bytes_sent"] for name in INVERSES}
+    assert sent["kfac"] == sent["window"] == sent["diagonal"] == records * layers + STEPS * solve
+    assert sent["dense"] == records * BATCH * D * number + STEPS * solve
+    assert sent["raw"] == records * D * number + STEPS * solve
+    # Refined asks once for every preconditioned residual.
+    assert sent["refined"] == records * layers + 2 * STEPS * solve
+
+
+def test_the_history_tells_bytes_and_times():
+    for found in answers(2):
+        execution = found["kfac 3"]["stats"]["execution"]
+        assert execution["curvature_seconds"] > 0
+        assert execution["waited_seconds"] > 0
+
+
+def test_the_callers_own_loop_ends_in_both_processes():
+    for found in answers(2):
+        same(found["loop"] | {"rows": []}, inline("kfac") | {"rows": []}, exactly=True)
+        assert found["loop"]["steps"] == STEPS
+
+
+def test_a_stale_state_lags_no_more_than_allowed():
+    first, second = answers(2)
+    assert first["stale"]["v"] == second["stale"]["v"]
+    assert all(0 <= lag <= 4 for lag in first["stale"]["lags"])
+
+
+def test_periods_that_a_clock_chose_are_the_same_everywhere():
+    first, second = answers(2)
+    assert first["overhead"] == second["overhead"]
+
+
+def test_a_kept_run_goes_on_bit_for_bit():
+    expected = solved("inline", NHGD(EKFAC()))
+    for found in answers(2):
+        same(found["checkpoint"], expected, exactly=True)
+    for found in answers(4):
+        same(found["checkpoint"], expected, exactly=False)
+        same(found["three workers"], expected, exactly=False)
+
+
+def test_a_run_that_fails_tells_the_others_why():
+    (kind, sentence), (other, reason) = (found["non-finite"] for found in answers(2))
+    assert kind == "NonFiniteError"
+    assert other == "RunError"
+    assert reason == f"Rank 0 (inner) stopped: {sentence}"
+
+
+def test_what_cannot_be_is_refused_by_a_sentence():
+    for found in answers(2):
+        assert found["idle"][0] == "InputError"
+        assert "learns nothing" in found["idle"][1]
+        assert "make 3" in found["too few"][1]
+    for found in answers(4):
+        assert "cannot be divided" in found["undivided"][1]
+        assert "Use fewer" in found["too many"][1]
+
+
+@pytest.mark.parametrize("name", [f"{name} {lag}" for name in ("kfac", "ekfac", "refined") for lag in LAGS])
+def test_two_inner_and_two_curvature_ranks_give_the_inline_run(name):
+    for found in answers(4):
+        same(found[name], inline(name.rpartition(" ")[0]), exactly=False)
+        assert found[name]["stats"]["execution"]["processes"] == 4
+
+
+@pytest.mark.parametrize("name", ["window", "dense", "raw", "diagonal"])
+def test_three_inner_ranks_with_one_curvature_rank_give_the_inline_run(name):
+    for found in answers(4):
+        same(found[f"{name} 3"], inline(name), exactly=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "settings"),
+    [
+        ("no ridge", NHGD(KFAC()), {"l2": 0.0}),
+        ("mixed", NHGD(KFAC()), {"net": Mixed}),
+        ("all inner", NHGD(KFAC()), {}),
+        ("all inner, cg", AID(CG(damping=2.0)), {}),
+    ],
+)
+def test_divided_layers_agree_on_the_damping_and_on_parameters_outside(name, method, settings):
+    expected = solved("inline", method, **settings)
+    for found in answers(4):
+        same(found[name], expected, exactly=False)
+
+
+def test_an_error_in_one_inner_rank_ends_all():
+    kinds = [found["one fails"] for found in answers(4)]
+    assert kinds[1] == ("InputError", "My shoes are untied. Tie them.")
+    for rank in (0, 2, 3):
+        assert kinds[rank] == ("RunError", "Rank 1 (inner) stopped: My shoes are untied. Tie them.")
+
+
+# The parts.
+
+
+def records(net: Callable[[], nn.Module], kind: Any, fisher: Any = "empirical") -> tuple[Any, Any]:
+    problem, inner, _ = problem_of(net)
+    return problem, Recorder(problem, kind, fisher).step(inner).record
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "exact"])
+@pytest.mark.parametrize("kind", ["layer", "sample"])
+@pytest.mark.parametrize("net", [small, Mixed])
+def test_a_record_survives_the_wire(net, kind, fisher):
+    problem, record = records(net, kind, fisher)
+    form, given = unpacked(record)
+    again = packed(form, from_bytes(shapes(given), to_bytes(given)))
+    for ours, theirs in zip(tensors(record), tensors(again), strict=True):
+        assert torch.equal(ours, theirs)
+    inverse = KFAC() if kind == "layer" else FisherDense()
+    states = [inverse.observe(inverse.init(problem.theta), r).tensors() for r in (record, again)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "exact"])
+@pytest.mark.parametrize("kind", ["layer", "sample"])
+def test_shards_join_to_the_record_of_the_batch(kind, fisher):
+    problem, whole = records(Mixed, kind, fisher)
+    _, (x, y, i), _ = problem_of(Mixed)
+    recorder = Recorder(problem, kind, fisher)
+    shards = [recorder.step((x[part], y[part], i[part])).record for part in (slice(0, 5), slice(5, SAMPLES))]
+    inverse = KFAC() if kind == "layer" else FisherDense()
+    ours, theirs = (inverse.observe(inverse.init(problem.theta), r).tensors() for r in (joined(shards), whole))
+    for key, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[key], rtol=1e-12, atol=1e-12)
+
+
+def test_bytes_of_several_kinds_stand_where_they_may():
+    given = [torch.arange(3, dtype=torch.int8), torch.randn(2, 2, dtype=torch.float64), torch.tensor(True)]
+    for ours, theirs in zip(given, from_bytes(shapes(given), to_bytes(given)), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+def test_layers_are_divided_by_cost_and_everything_has_one_owner():
+    net = nn.Sequential(nn.Linear(30, 2), nn.Linear(2, 2), nn.Linear(2, 20))
+    theta = Variable(net, "theta")
+    division = Division(KFAC(), theta, 2)
+    assert {name: division.owner[name] for name in theta.names if "weight" in name} == {
+        "0.weight": 0,
+        "1.weight": 1,
+        "2.weight": 1,
+    }
+    vector = torch.arange(theta.numel)
+    pieces = [division.gather(vector, part) for part in range(2)]
+    assert sum(len(piece) for piece in pieces) == theta.numel
+    assert torch.equal(division.scatter(pieces), vector)
+
+
+def test_numbers_of_processes_that_cannot_be_are_refused():
+    with pytest.raises(InputError, match="There are 4 process"):
+        Roles.of(4, 2, 1)
+    with pytest.raises(InputError, match="curvature_ranks"):
+        Distributed(curvature_ranks=-1)
+    with pytest.raises(InputError, match="workers"):
+        Distributed(workers=0)
+    with pytest.raises(InputError, match="timeout"):
+        Distributed(timeout=0)
+
+
+def test_alone_the_remedy_is_named(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InputError, match="torchrun --nproc-per-node 2") as caught:
+        a_solver("distributed", NHGD(KFAC()))
+    assert "nhgd run TASK --execution distributed" in str(caught.value)
+    assert not isinstance(caught.value, (RunError, NonFiniteError))
+    assert isinstance(a_solver(Inline(), NHGD(KFAC())).executor, Inline)
