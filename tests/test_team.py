@@ -73,13 +73,17 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def made(
-    model: nn.Module | None = None, total: bool = False, weighted: bool = True, entries: int = SAMPLES
+    model: nn.Module | None = None,
+    total: bool = False,
+    weighted: bool = True,
+    entries: int = SAMPLES,
+    device: str = "cpu",
 ) -> nhgd.Bilevel:
     """Weights of samples; `total` makes the outer loss a sum, which cannot be divided as a mean."""
     l2 = 0.05
     if model is None:
         torch.manual_seed(1)
-        model = net()
+        model = net().to(device)
 
     def inner(model: Any, v: Tensor, batch: Any) -> nhgd.Losses:
         x, y, i = batch
@@ -90,7 +94,7 @@ def made(
         fit = F.cross_entropy(model(batch[0]), batch[1], reduction="sum" if total else "mean")
         return fit + 0.01 * v.square().sum() if entries == SAMPLES else fit
 
-    v = torch.linspace(-1, 1, entries, dtype=torch.float64)
+    v = torch.linspace(-1, 1, entries, dtype=torch.float64).to(device)
     if not weighted:
 
         def ridge(v: Tensor) -> Tensor:
@@ -113,8 +117,8 @@ def outcome(run: nhgd.Solver, steps: int) -> Answers:
         warnings.simplefilter("ignore", nhgd.errors.InverseWarning)
         solution = run.run(steps=steps)
     return {
-        "v": run.problem.v.flat().numpy(),
-        "theta": run.problem.theta.flat().numpy(),
+        "v": run.problem.v.flat().cpu().numpy(),
+        "theta": run.problem.theta.flat().cpu().numpy(),
         "losses": np.array([[row["outer_loss"], row["inner_loss"]] for row in solution.history]),
         "calls": run.stage.calls.as_dict(),
     }
@@ -177,14 +181,14 @@ def runs(team: AbstractTeam) -> Answers:
     return found
 
 
-def quantities(team: AbstractTeam) -> Answers:
+def quantities(team: AbstractTeam, device: str = "cpu") -> Answers:
     """Everything a point and a record answer, on one batch of 13 and one of 2, at one place."""
-    problem = made()
-    x, y = data()
-    batches = [(x[:13], y[:13], torch.arange(13)), (x[13:15], y[13:15], torch.arange(13, 15))]
+    problem = made(device=device)
+    x, y, index = (t.to(device) for t in (*data(), torch.arange(SAMPLES)))
+    batches = [(x[:13], y[:13], index[:13]), (x[13:15], y[13:15], index[13:15])]
     at = Point(problem, [team.share(b) for b in batches], team.share((x[:11], y[:11])), seed=3)
     generator = torch.Generator().manual_seed(9)
-    u = torch.randn(problem.theta.numel, dtype=torch.float64, generator=generator)
+    u = torch.randn(problem.theta.numel, dtype=torch.float64, generator=generator).to(device)
     inner, (live, live_leaves) = at.inner_gradients(), at.live_gradient()
     product, cross = at.products(u)
     outer = at.outer()
@@ -228,7 +232,7 @@ def quantities(team: AbstractTeam) -> Answers:
         found[f"solve by {name}"] = inverse.solve(executor.snapshot()[0], u, at)[0]
         found["loss of a step"] = step.value
         found["gradient of a step"] = problem.theta.flatten(step.gradient)
-    return {name: np.asarray(value) for name, value in found.items()}
+    return {name: np.asarray(value.cpu() if isinstance(value, Tensor) else value) for name, value in found.items()}
 
 
 def stage_of(team: AbstractTeam, problem: nhgd.Bilevel, inner_data: Any, outer_data: Any = None) -> Stage:
