@@ -29,7 +29,19 @@ import torch
 from benchmarks.environment import environment
 from nhgd.checkpoint import Saved, exists
 
-TASK = ("run", "cleaning", "--preset", "quick", "--method", "nhgd", "--device", "cpu")
+CLEANING = ("run", "cleaning", "--preset", "quick", "--method", "nhgd", "--device", "cpu")
+QUADRATIC = (
+    "run",
+    "quadratic",
+    "--method",
+    "nhgd-window",
+    "--set",
+    "window=32",
+    "--set",
+    "inner_steps=2",
+    "--device",
+    "cpu",
+)  # quick to start
 
 
 class Trial:
@@ -40,15 +52,19 @@ class Trial:
         settings: of the executor, as --set takes them.
         more: further arguments of `nhgd run`.
         steps: outer steps.
+        task: what is run.
     """
 
-    def __init__(self, folder: Path, settings: Sequence[str], *more: str, steps: int = 1_000_000) -> None:
+    def __init__(
+        self, folder: Path, settings: Sequence[str], *more: str, steps: int = 1_000_000, task: Sequence[str] = CLEANING
+    ) -> None:
         self.checkpoint = folder / "checkpoint"
         self.known: dict[int, int] = {}
+        self.task = task
         self.process = self._start(steps, *distributed(settings), *more)
 
     def _start(self, steps: int, *more: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "nhgd", *TASK, "--steps", str(steps), "--json", *more]
+        command = [sys.executable, "-m", "nhgd", *self.task, "--steps", str(steps), "--json", *more]
         command += ["--checkpoint", str(self.checkpoint), "--checkpoint-every", "5"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
@@ -117,12 +133,18 @@ def distributed(settings: Sequence[str]) -> list[str]:
 
 
 def harmed(
-    kind: str, rank: int, world: int, moment: float | None, timeout: float, resume: Sequence[str]
+    kind: str,
+    rank: int,
+    world: int,
+    moment: float | None,
+    timeout: float,
+    resume: Sequence[str] = (),
+    task: Sequence[str] = CLEANING,
 ) -> dict[str, Any]:
     """One trial: a process is killed or paused, so many seconds after the start, or (None) just after a checkpoint."""
     settings = [f"timeout={timeout:g}", f"workers={world - 1}"]
     with tempfile.TemporaryDirectory() as folder:
-        trial = Trial(Path(folder), settings)
+        trial = Trial(Path(folder), settings, task=task)
         trial.wait_for(world, running=moment is None)
         time.sleep(random.random() if moment is None else moment)
         phase = "running" if trial.kept() else "starting"
@@ -186,7 +208,19 @@ def cut_off(moment: float, timeout: float) -> dict[str, Any]:
                 "MASTER_PORT": "29555",
                 "GLOO_SOCKET_IFNAME": wire if rank == 0 else wire.replace("va", "vb"),
             }
-            command = ["ip", "netns", "exec", name, sys.executable, "-m", "nhgd", *TASK, "--steps", "1000000", "--json"]
+            command = [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                sys.executable,
+                "-m",
+                "nhgd",
+                *CLEANING,
+                "--steps",
+                "1000000",
+                "--json",
+            ]
             command += [
                 *distributed([f"timeout={timeout:g}"]),
                 "--checkpoint",
@@ -214,7 +248,7 @@ def cut_off(moment: float, timeout: float) -> dict[str, Any]:
             ends.append({"hung": hung, "code": process.returncode, "sentence": sentence})
         seconds = round(time.monotonic() - began, 2)
         left = [rank for rank, process in enumerate(started) if Path(f"/proc/{process.pid}").exists()]
-        command = [sys.executable, "-m", "nhgd", *TASK, "--json", "--resume", "--checkpoint", str(checkpoint)]
+        command = [sys.executable, "-m", "nhgd", *CLEANING, "--json", "--resume", "--checkpoint", str(checkpoint)]
         steps = Saved(checkpoint).step + 5
         found = subprocess.run([*command, "--steps", str(steps)], capture_output=True, timeout=180, check=False)
         resumed = found.returncode == 0 and json.loads(found.stdout)["steps"] == steps

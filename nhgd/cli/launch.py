@@ -54,8 +54,8 @@ def launch(arguments: Sequence[str], roles: Roles, restarts: int) -> int:
     The first process speaks: its standard output is ours. When a process fails, the others have a while to notice and then
     are ended; a failed run, but not a refused one, is started again up to `restarts` times.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     for attempt in range(restarts + 1):
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         with _members(arguments, roles, store.port, attempt) as (members, output):
             code = _watch(members)
         for member in members:

@@ -66,7 +66,7 @@ class Channel:
         self._ended = False
         self.failure: str | None = None
         self._left: set[int] = set()
-        self.interrupts: list[Callable[[], None]] = [lambda: interrupt(group, rank)]
+        self.interrupts: list[Callable[[], Any]] = [lambda: interrupt(group, rank)]
         pulse.on_loss(self.fail)
         for other in range(group.size()):
             if other != rank:
@@ -184,9 +184,11 @@ class Channel:
     def close(self) -> None:
         """End the threads. Nothing may be on its way any more."""
         self._ended = True
-        self.interrupts[0]()
+        if self.failure is None:
+            self._threads += [thread for thread in (self.interrupts[0](),) if thread is not None]
         for thread in self._threads:
-            thread.join(2.0)
+            if thread is not threading.current_thread():
+                thread.join(2.0)
 
     def _broken(self, other: int) -> None:
         """The connection to another process is closed: a fault, unless nobody needs anybody any more."""
@@ -230,7 +232,7 @@ class Channel:
         self._group.recv([buffer], lane.source, lane.tag).wait()
 
 
-def interrupt(group: Any, rank: int) -> None:
+def interrupt(group: Any, rank: int) -> threading.Thread | None:
     """Break every wait in a gloo group of which this is the member `rank`, by one that times out."""
 
     def work() -> None:
@@ -240,8 +242,11 @@ def interrupt(group: Any, rank: int) -> None:
             return
 
     # In a thread of its own, because the one that calls may be the one that must not stand still.
-    if group.size() > 1:
-        threading.Thread(target=work, name="nhgd interrupt", daemon=True).start()
+    if group.size() < 2:
+        return None
+    thread = threading.Thread(target=work, name="nhgd interrupt", daemon=True)
+    thread.start()
+    return thread
 
 
 def as_text(content: Any) -> Tensor:

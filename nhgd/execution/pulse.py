@@ -44,6 +44,8 @@ class Pulse:
         self._last_words: dict[int, str] = {}
         self._excused: set[int] = set()
         self._alarms: list[Callable[[str], None]] = []
+        self._threads: list[threading.Thread] = []
+        self._over = threading.Event()
         self._engaged = False
 
     @property
@@ -78,7 +80,9 @@ class Pulse:
         self._round = now = time.monotonic()
         self._numbers = dict.fromkeys(self._others, (-1, now))
         for work in (self._beat, self._watch):
-            threading.Thread(target=work, name=f"nhgd pulse {work.__name__}", daemon=True).start()
+            thread = threading.Thread(target=work, name=f"nhgd pulse {work.__name__}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     @staticmethod
     def _key(rank: int) -> str:
@@ -135,9 +139,13 @@ class Pulse:
             time.sleep(0.005)
 
     def stop(self) -> None:
-        """Beat no more."""
+        """Beat no more. A thread inside of torch while Python ends would abort the process, so they are waited for."""
         self._ended = True
         self._hurry.set()
+        self._over.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2.0)
 
     def _beat(self) -> None:
         while not self._ended:
@@ -159,12 +167,12 @@ class Pulse:
                 self._round = now
             except Exception:
                 # The connection is broken or the store is gone: the watch will say so when the time is up.
-                time.sleep(self._interval / 5)
+                self._over.wait(self._interval / 5)
             self._hurry.wait(self._interval)
 
     def _watch(self) -> None:
         while not self._ended:
-            time.sleep(self._interval / 4)
+            self._over.wait(self._interval / 4)
             sentence = self.lost() if self.engaged else None
             if sentence is not None:
                 for alarm in self._alarms:

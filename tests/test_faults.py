@@ -1,0 +1,109 @@
+"""What happens to a distributed run when one of its processes dies, hangs or is cut off.
+
+A few harms here; `python -m benchmarks.faults` does twenty of each at random moments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import QUADRATIC, Trial, cut_off, distributed, good, harmed
+from nhgd.checkpoint import Saved
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
+TIMEOUT = 3.0
+
+
+def test_a_killed_curvature_rank_ends_the_run_and_a_restart_goes_on_from_the_checkpoint(tmp_path):
+    trial = Trial(tmp_path, [f"timeout={TIMEOUT}"], "--resume", "--max-restarts", "1", steps=100, task=QUADRATIC)
+    trial.wait_for(2, running=True)
+    first = trial.ranks()
+    os.kill(first[1], signal.SIGKILL)
+    out, err = trial.process.communicate(timeout=120)
+    assert trial.process.returncode == 0, err.decode()
+    assert json.loads(out)["steps"] == 100
+    said = err.decode()
+    assert "Rank 1 (curvature) is gone" in said
+    assert "The last good checkpoint is" in said
+    assert "Starting again, 1 of 1." in said
+    assert "Going on from" in said
+    assert not trial.left()
+
+
+def test_a_paused_inner_rank_is_noticed_in_time_and_nobody_is_left(tmp_path):
+    row = harmed("pause", rank=1, world=3, moment=None, timeout=TIMEOUT, task=QUADRATIC)
+    assert good(row), row
+    assert "Rank 1 (inner) gave no sign of life for 3 s." in row["sentence"]
+    assert "The last good checkpoint is" in row["sentence"]
+
+
+def test_ctrl_c_ends_all_ranks(tmp_path):
+    trial = Trial(tmp_path, [f"timeout={TIMEOUT}"], task=QUADRATIC)
+    trial.wait_for(2, running=False)
+    time.sleep(1.0)
+    trial.process.send_signal(signal.SIGINT)
+    found = trial.end(limit=30)
+    assert found["code"] == 130
+    assert not found["left"]
+
+
+def test_the_ranks_end_with_the_one_that_started_them(tmp_path):
+    trial = Trial(tmp_path, [f"timeout={TIMEOUT}"], task=QUADRATIC)
+    trial.wait_for(2, running=True)
+    trial.process.kill()
+    trial.process.communicate()
+    deadline = time.monotonic() + 20
+    while trial.left() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not trial.left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["kill", "pause"])
+def test_any_rank_may_be_harmed_at_any_moment(kind, rank):
+    row = harmed(kind, rank=rank, world=3, moment=None, timeout=TIMEOUT, resume=distributed(["curvature_ranks=2"]))
+    assert good(row), row
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_before_it_has_met_the_others_is_named():
+    row = harmed("pause", rank=1, world=2, moment=0.2, timeout=TIMEOUT)
+    assert good(row), row
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0 or shutil.which("ip") is None, reason="network namespaces take root and iproute2")
+def test_a_cut_network_is_noticed_on_both_sides():
+    row = cut_off(moment=0.5, timeout=TIMEOUT)
+    assert good(row), row
+
+
+@pytest.mark.slow
+def test_torchrun_starts_again_and_goes_on(tmp_path):
+    checkpoint = tmp_path / "checkpoint"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "nhgd", "run", "cleaning"]
+    command += ["--preset", "quick", "--method", "nhgd", "--device", "cpu", "--steps", "120", "--json", "--resume"]
+    command += [*distributed([f"timeout={TIMEOUT}"]), "--checkpoint", str(checkpoint), "--checkpoint-every", "5"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    deadline = time.monotonic() + 90
+    while not any(checkpoint.glob("*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err.decode()
+    assert json.loads(out)["steps"] == 120
+    assert "Going on from" in err.decode()
+    assert Saved(checkpoint).step == 120
