@@ -21,7 +21,7 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +129,15 @@ def alone(make: Callable[[], Any], inverse: AbstractInverse, batch: int, steps: 
     """Seconds that the curvature of one outer step takes, and the part of them for which the card is busy."""
     bilevel, data, _ = make()
     recorder = Recorder(bilevel, inverse.records, inverse.fisher)
-    some = next(iter(nhgd.Data(*data, batch=batch)))
+    batches = cycle(list(islice(nhgd.Data(*data, batch=batch), 20_000 // batch)))
     state = inverse.init(bilevel.theta)
     u = torch.randn_like(bilevel.theta.flat())
     ridge = bilevel.ridge_diagonal()
     found, shares = [], []
     for index in range(times + 3):
-        # Anew each time: a record keeps what was computed from it.
-        records = [recorder.step(some).record for _ in range(steps)]
+        # Anew each time, because a record keeps what was computed from it; and from many batches, because factors of low
+        # rank are decomposed faster than those of a run.
+        records = [recorder.step(next(batches)).record for _ in range(steps)]
 
         def work(state: Any, records: Any = records) -> Any:
             state = inverse.begin(state)

@@ -15,7 +15,7 @@ from nhgd.errors import InputError, RunError
 from nhgd.execution import Device, Inline, Stream, Thread, resolve
 from nhgd.execution.base import Traffic
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Identity, Refined
-from nhgd.record import PerSampleGradients, mapped, tensors
+from nhgd.record import PerSampleGradients, tensors
 from nhgd.recorder import Recorder
 from nhgd.solve import CLOCKED
 from tests import catalogue, oracles
@@ -73,7 +73,9 @@ def test_every_backend_equals_inline_bit_for_bit(name, backend, max_lag):
     assert solution.stats["execution"]["records"] == 20
 
 
-@pytest.mark.parametrize("method", [NHGDSingle(KFAC()), AID(KFAC()), AID(CG(damping=2.0)), NHGD(KFAC(), cross="trajectory")])
+@pytest.mark.parametrize(
+    "method", [NHGDSingle(KFAC()), AID(KFAC()), AID(CG(damping=2.0)), NHGD(KFAC(), cross="trajectory")]
+)
 @pytest.mark.parametrize("backend", BESIDE)
 def test_other_algorithms_equal_inline_too(method, backend):
     v, theta, rows, _ = solved("inline", method)
@@ -229,14 +231,25 @@ def test_a_batch_refilled_in_place_is_noticed():
 def test_records_that_share_memory_with_v_are_copied():
     """Where v is the data itself, as in distillation, it moves while stale records wait."""
     problem, _, _ = catalogue.mlp_module()
-    executor = Thread(max_lag=4)
-    executor.start(FisherDiagonal(), problem.theta, problem.v)
-    v = problem.v.leaves[0].detach()
-    record = PerSampleGradients(v[None], 1)
-    copied = next(iter(tensors(mapped(record, executor._own))))
-    assert copied.data_ptr() != v.data_ptr()
-    other = torch.zeros(3)
-    assert executor._own(other) is other
+    seen = []
+
+    class Watching:
+        def __getattr__(self, name):
+            return getattr(FisherDiagonal(), name)
+
+        def observe(self, state, record):
+            seen.append(record.rows)
+            return state
+
+    executor = Thread()
+    executor.start(Watching(), problem.theta, problem.v)
+    v, other = problem.v.leaves[0].detach(), torch.zeros(1, 3)
+    executor.submit(PerSampleGradients(v[None], 1))
+    executor.submit(PerSampleGradients(other, 1))
+    executor.drain()
+    assert torch.equal(seen[0], v[None])
+    assert seen[0].data_ptr() != v.data_ptr()
+    assert seen[1] is other
     executor.close()
 
 

@@ -100,9 +100,12 @@ class AbstractBeside(AbstractExecutor):
 
     def submit(self, record: InnerRecord) -> None:
         """Queue the record; wait while more than `max_lag` are outstanding."""
-        record = mapped(record, self._own)
+        given = list(tensors(record))
+        if any(map(self._moves, given)):
+            record = mapped(record, lambda t: t.clone() if self._moves(t) else t)
+            given = list(tensors(record))
+        versions = [(t, t._version) for t in given]
         wait = self._mark()
-        versions = [(t, t._version) for t in tensors(record)]
 
         def work() -> None:
             wait()
@@ -117,9 +120,9 @@ class AbstractBeside(AbstractExecutor):
         if lag > self.max_lag:
             self._wait(lambda: self._lag <= self.max_lag)
 
-    def _own(self, tensor: Tensor) -> Tensor:
-        """The tensor, or a copy where it is a part of theta or v, which will move."""
-        return tensor.clone() if tensor.untyped_storage().data_ptr() in self._moving else tensor
+    def _moves(self, tensor: Tensor) -> bool:
+        """Whether it is a part of theta or v, which will move."""
+        return tensor.untyped_storage().data_ptr() in self._moving
 
     def _check_unchanged(self, versions: list[tuple[Tensor, int]]) -> None:
         if any(t._version != version for t, version in versions):

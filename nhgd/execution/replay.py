@@ -3,59 +3,59 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nhgd.inverse.base import Steady
 from nhgd.record import InnerRecord, LayerStatistics, mapped, tensors
 
-T = TypeVar("T")
 LAYOUTS = 4  # graphs kept: the usual batch, the short one at the end of a pass, and a few more
 USUAL = 3  # how often a layout must be met before a graph is worth its making
+FORGET = 1000  # layouts remembered that were met too seldom for a graph
 
 
-@dataclass(frozen=True)
-class _Graph(Generic[T]):
+class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
-    result: T
+    result: Any
 
 
-class Replay(Generic[T]):
-    """A function of records, on tensors of fixed shapes alone, whose kernels are launched all at once.
+class Replay:
+    """The steady work of an inverse, whose kernels are launched all at once.
 
     A thread that launches many small kernels takes Python's lock from the inner loop at each of them. What is returned lives
     in memory that the next call writes to again: use it on the same stream before that.
     """
 
-    def __init__(self, function: Callable[[InnerRecord], T]) -> None:
-        self._function = function
+    def __init__(self) -> None:
         self._met: Counter[Hashable] = Counter()
-        self._graphs: dict[Hashable, _Graph[T]] = {}
+        self._graphs: dict[Hashable, _Graph] = {}
 
-    def __call__(self, record: InnerRecord) -> T:
-        """What the function gives, computed by a graph where there is one for such records."""
+    def __call__(self, steady: Steady, record: InnerRecord) -> Any:
+        """What the work gives for a record, computed by a graph where there is one for such records."""
         given = list(tensors(record))
-        key = _layout(record, given)
+        key = steady.key, _layout(record, given)
         found = self._graphs.get(key)
         if found is None:
             self._met[key] += 1
             if self._met[key] <= USUAL or len(self._graphs) >= LAYOUTS:
-                return self._function(record)
-            found = self._graphs[key] = self._captured(record)
+                if len(self._met) > FORGET:
+                    self._met.clear()
+                return steady.work(record)
+            found = self._graphs[key] = self._captured(steady, record)
         torch._foreach_copy_(found.inputs, given)
         found.graph.replay()
         return found.result
 
-    def _captured(self, record: InnerRecord) -> _Graph[T]:
+    def _captured(self, steady: Steady, record: InnerRecord) -> _Graph:
         fixed = mapped(record, lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
         graph = torch.cuda.CUDAGraph()
         # Other threads go on allocating meanwhile, which only a capture of this thread's own work allows.
         with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-            result = self._function(fixed)
+            result = steady.work(fixed)
         return _Graph(graph, list(tensors(fixed)), result)
 
 

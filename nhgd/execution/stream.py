@@ -14,8 +14,7 @@ from nhgd.execution.beside import AbstractBeside
 from nhgd.execution.elsewhere import learner
 from nhgd.execution.replay import Replay
 from nhgd.execution.stopwatch import Stopwatch
-from nhgd.inverse.kronecker import AbstractKronecker, BatchStatistics
-from nhgd.record import InnerRecord, LayerStatistics, tensors
+from nhgd.record import InnerRecord, tensors
 from nhgd.variable import Variable
 
 
@@ -27,8 +26,8 @@ class Stream(AbstractBeside):
     each other by events and the processor waits for neither: the side stream for the inner step that made a record, the
     inner stream for the last record before a solve. Memory that one stream made and the other reads is kept until both are
     done with it. The inner loop runs on a stream of high priority, so that its many small kernels pass those of the
-    curvature; and Kronecker factors are taken by a CUDA graph, because each kernel that a second thread launches by itself
-    holds the first one up.
+    curvature; and what an inverse does alike for each record is a CUDA graph, because each kernel that a second thread
+    launches by itself holds the first one up.
 
     Args:
         max_lag: how many records may be waiting to be launched before an inner step waits; default 8.
@@ -40,7 +39,6 @@ class Stream(AbstractBeside):
 
     name: ClassVar[str] = "stream"
     _side: torch.cuda.Stream | None = None
-    _replay: Replay[BatchStatistics] | None = None
 
     def _prepare(self, theta: Variable) -> None:
         if theta.device.type != "cuda":
@@ -53,10 +51,7 @@ class Stream(AbstractBeside):
             self._waiting = Stopwatch(theta.device)
             self._busy = Stopwatch(theta.device)
         self._side.wait_stream(torch.cuda.current_stream(theta.device))  # the first state is made on the inner stream
-        self._replay = None
-        kept = learner(self._inverse)
-        if isinstance(kept, AbstractKronecker):
-            self._replay = Replay(lambda record: kept.statistics(self._state, _layers(record)))
+        self._replay = Replay()
 
     def _mark(self) -> Callable[[], None]:
         side = self._side
@@ -72,10 +67,11 @@ class Stream(AbstractBeside):
         return record
 
     def _folded(self, state: Any, record: InnerRecord) -> Any:
-        kept = learner(self._inverse)
-        if self._replay is None or not isinstance(kept, AbstractKronecker):
-            return super()._folded(state, record)
-        return kept.observe(state, record, self._replay(record))
+        kept: Any = learner(self._inverse)
+        steady = kept.steady(state, record)
+        if steady is None:
+            return kept.observe(state, record)
+        return kept.observe(state, record, self._replay(steady, record))
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -124,8 +120,3 @@ class Stream(AbstractBeside):
         if self._side is not None:
             self.traffic.waited_seconds += self._waiting.take()
         return super().measured()
-
-
-def _layers(record: InnerRecord) -> LayerStatistics:
-    assert isinstance(record, LayerStatistics)
-    return record

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -30,6 +30,13 @@ class SolveStats:
     hvps: int
     converged: bool
     notes: dict[str, Any] = field(default_factory=dict)
+
+
+class Steady(NamedTuple):
+    """Work on a record that is the same again and again: what it depends on beside the record's shapes, and the work."""
+
+    key: Hashable
+    work: Callable[[InnerRecord], Any]
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,13 @@ class AbstractInverse(ABC):
     def observe(self, state: Any, record: InnerRecord) -> Any:
         """The state after an inner step. The one given may be changed in place: keep a copy of it by `state.clone()`."""
         return state
+
+    def steady(self, state: Any, record: InnerRecord) -> Steady | None:
+        """The part of `observe` that is work on tensors of fixed shapes at fixed places, if there is one.
+
+        Its result is what `observe(state, record, ready)` takes beside the record. An executor may capture it as a CUDA graph.
+        """
+        return None
 
     @abstractmethod
     def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:

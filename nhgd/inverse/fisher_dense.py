@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import InputError, NonFiniteError, not_negative, positive, unknown
-from nhgd.inverse.base import AbstractInverse, SolveStats
+from nhgd.inverse.base import AbstractInverse, SolveStats, Steady
 from nhgd.inverse.damping import refuse_singular, resolve_damping
 from nhgd.inverse.state import State
 from nhgd.point import Point
@@ -171,11 +171,25 @@ class FisherDense(AbstractInverse):
             return state
         if self.warm == "prior":
             return replace(state, count=min(state.count, float(self.t0)))
-        fresh = self._fresh(len(state.matrix), state.matrix.device)
-        return replace(fresh, observed=state.observed, restarts=state.restarts)
+        matrix = state.matrix.zero_()  # in place: the array may be half of the memory
+        if self.form == "inverse":
+            matrix.diagonal().fill_(1 / self.prior)
+        begun = (0.0, 0.0) if self.form == "matrix" else (float(self.t0), self.prior)
+        return DenseState(matrix, *begun, observed=state.observed, restarts=state.restarts)
 
-    def observe(self, state: DenseState, record: InnerRecord) -> DenseState:
-        """Fold in one inner step. The array of the given state is updated in place."""
+    def steady(self, state: DenseState, record: InnerRecord) -> Steady | None:
+        """The rank-one update, which works on A where it is, by a gain that is often the same."""
+        if self.form != "inverse" or not isinstance(record, BatchGradient):
+            return None
+        gain = self._gain(state.count)
+        return Steady(
+            (state.matrix.data_ptr(), gain),
+            lambda given: self._fold_one(state.matrix, self._rows(given)[0].to(state.matrix), gain),
+        )
+
+    @torch.no_grad()
+    def observe(self, state: DenseState, record: InnerRecord, ready: Tensor | None = None) -> DenseState:
+        """Fold in one inner step. The array of the given state is updated in place, or is already where `ready` tells of it."""
         gain = self._gain(state.count)
         observed = state.observed + 1
         if self._sums_matrices(record):
@@ -187,8 +201,16 @@ class FisherDense(AbstractInverse):
             curvature = (1 - gain) * state.curvature + gain * trace / len(matrix)
             state.matrix.mul_(1 - gain).add_(matrix, alpha=gain)
             return replace(state, count=state.count + 1, curvature=curvature, observed=observed)
-        rows = self._rows(whole(record)).to(state.matrix)  # (n, D)
-        energy = float(rows.square().sum()) / rows.shape[1]
+        folded: list[float] | None = None
+        if ready is None:
+            rows = self._rows(whole(record)).to(state.matrix)  # (n, D)
+            if self.form == "inverse" and len(rows) == 1:
+                ready = self._fold_one(state.matrix, rows[0], gain)
+        if ready is not None:
+            total, *folded = ready.tolist()
+        else:
+            total = float(rows.square().sum())
+        energy = total / len(state.matrix)
         if not math.isfinite(energy):
             self._refuse_gradient(observed)
         curvature = (1 - gain) * state.curvature + gain * energy
@@ -196,7 +218,9 @@ class FisherDense(AbstractInverse):
         if self.form == "matrix":
             state.matrix.addmm_(rows.T, rows, beta=1 - gain, alpha=gain)
             return moved
-        problem = self._fold(state.matrix, rows, gain, curvature)
+        if folded is None:
+            folded = self._fold_block(state.matrix, rows, gain)
+        problem = self._problem(folded, curvature)
         if problem is None:
             return moved
         if self.guard == "stop":
@@ -241,26 +265,41 @@ class FisherDense(AbstractInverse):
             return 1 / (count + 1)
         return 1 - self.beta if self.form == "inverse" else (1 - self.beta) / (1 - self.beta ** (count + 1))
 
-    def _fold(self, inverse: Tensor, rows: Tensor, gain: float, curvature: float) -> str | None:
-        """The Woodbury update of A, in place. What went wrong, as a clause, if something did."""
-        lost = "the inverse has lost its positive definiteness"
+    def _fold_one(self, inverse: Tensor, row: Tensor, gain: float) -> Tensor:
+        """The update of A by one row r, (D,), in place: A is read twice and written once, and nothing waits for the device.
+
+        Returns r.r, what the update divides by, which must be above 0, and the least and largest entry on A's diagonal.
+        """
         keep = 1 - gain
-        if len(rows) == 1:  # one product with A and one outer product: A is read twice and written once
-            product = inverse @ rows[0]
-            small = 1 + gain / keep * float(product @ rows[0])
-            if not small > 0:
-                return lost
-            product.mul_(math.sqrt(gain / small) / keep)
-            inverse.addmm_(product[:, None], product[None], beta=1 / keep, alpha=-1)  # addr_ is not symmetric
-        else:
-            if len(rows) > rows.shape[1]:
-                _, rows = torch.linalg.qr(rows, mode="r")  # the same R^T R in D rows
-            if not self._fold_block(inverse, rows, gain):
-                return lost
+        product = inverse @ row
+        small = 1 + gain / keep * (product @ row)
+        root = product * ((gain / small).sqrt() / keep)
+        inverse.addmm_(root[:, None], root[None], beta=1 / keep, alpha=-1)  # addr_ would not keep it symmetric
+        return torch.stack([row @ row, small, *torch.aminmax(inverse.diagonal())])
+
+    def _fold_block(self, inverse: Tensor, rows: Tensor, gain: float) -> list[float]:
+        """The update by several rows at once, R, (n, D), in place; returns what `_fold_one` does but for r.r."""
+        if len(rows) > rows.shape[1]:
+            _, rows = torch.linalg.qr(rows, mode="r")  # the same R^T R in D rows
+        keep = 1 - gain
+        product = rows @ inverse  # R A, (n, D)
+        small = (product @ rows.T).mul_(gain / keep)
+        small.diagonal().add_(1.0)
+        factor, info = torch.linalg.cholesky_ex(small)
+        if int(info) != 0:
+            return [0.0, 0.0, 0.0]
+        root = torch.linalg.solve_triangular(factor, product, upper=False).mul_(math.sqrt(gain) / keep)
+        inverse.addmm_(root.T, root, beta=1 / keep, alpha=-1)
+        # A part that is not symmetric would grow by 1 / keep each step, for ever. One outer product leaves none.
+        inverse.add_(inverse.T.clone()).mul_(0.5)
+        return [1.0, *torch.stack(torch.aminmax(inverse.diagonal())).tolist()]
+
+    def _problem(self, folded: list[float], curvature: float) -> str | None:
+        """What went wrong with an update, as a clause, if something did."""
+        small, least, largest = folded
         # Of a positive definite array the largest entry stands on the diagonal, and all of those are above zero.
-        least, largest = torch.stack(torch.aminmax(inverse.diagonal())).tolist()
-        if not least > 0:
-            return lost
+        if not (small > 0 and least > 0):
+            return "the inverse has lost its positive definiteness"
         limit = self.limit if self.limit is not None else 1e11 * _EPS / torch.finfo(self.dtype).eps
         if largest * curvature <= limit:
             return None
@@ -268,21 +307,6 @@ class FisherDense(AbstractInverse):
             f"the inverse has wound up: its largest entry, {largest:.2g}, is {largest * curvature:.2g} times the inverse"
             f" mean curvature (limit {limit:.2g}), so rounding spoils the others"
         )
-
-    def _fold_block(self, inverse: Tensor, rows: Tensor, gain: float) -> bool:
-        """Fold in several rows at once, R, (n, D); whether A was positive definite along them."""
-        keep = 1 - gain
-        product = rows @ inverse  # R A, (n, D)
-        small = (product @ rows.T).mul_(gain / keep)
-        small.diagonal().add_(1.0)
-        factor, info = torch.linalg.cholesky_ex(small)
-        if int(info) != 0:
-            return False
-        root = torch.linalg.solve_triangular(factor, product, upper=False).mul_(math.sqrt(gain) / keep)
-        inverse.addmm_(root.T, root, beta=1 / keep, alpha=-1)
-        # A part that is not symmetric would grow by 1 / keep each step, for ever. One outer product leaves none.
-        inverse.add_(inverse.T.clone()).mul_(0.5)
-        return True
 
     def solve(self, state: DenseState, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """One Cholesky factorisation, or one product with A."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nhgd.errors import InputError, NonFiniteError, not_negative, positive
-from nhgd.inverse.base import AbstractInverse, SolveStats
+from nhgd.inverse.base import AbstractInverse, SolveStats, Steady
 from nhgd.inverse.damping import resolve_damping
 from nhgd.inverse.state import State
 from nhgd.inverse.statistics import check_invertible, check_statistics, merge, step_of_mean
@@ -223,6 +223,12 @@ class AbstractKronecker(AbstractInverse):
         blocks, others = ({n: b for n, b in bs.items() if n not in covered} for bs in (state.blocks, own_blocks))
         new.blocks = merge(blocks, others, rate)
         return self._refreshed(state, new, record, rate)
+
+    def steady(self, state: Any, record: InnerRecord) -> Steady | None:
+        """The statistics of a batch, where no team has to sum them."""
+        if not isinstance(record, LayerStatistics) or record.team is not None or not record.layers:
+            return None
+        return Steady((), lambda given: self.statistics(state, given))  # type: ignore[arg-type]
 
     @torch.no_grad()
     def statistics(self, state: KroneckerState, record: LayerStatistics) -> BatchStatistics:
