@@ -143,15 +143,23 @@ def mapped(record: InnerRecord, function: Callable[[Tensor], Tensor]) -> InnerRe
 
 
 def tensors(record: InnerRecord) -> Iterator[Tensor]:
-    """Every tensor of a record."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(record, note)
-    return iter(found)
+    """Every tensor of a record. Nothing is made on the way: this is done at every inner step."""
+    if isinstance(record, BatchGradient):
+        if record.row is not None:
+            yield record.row
+        yield record.raw
+        return
+    if isinstance(record, PerSampleGradients):
+        yield record.rows
+        return
+    for layer in record.layers:
+        yield from layer.raw_inputs
+        for call in layer.raw_scores:
+            yield from call
+        yield layer.scale
+    for tensor in (record.other_rows, record.weights):
+        if tensor is not None:
+            yield tensor
 
 
 def joined(record: InnerRecord, team: Team) -> InnerRecord:

@@ -67,7 +67,7 @@ def test_run_lowers_the_outer_loss_and_writes_nothing():
     assert (found["task"], found["method"], found["seed"], found["steps"]) == ("l2", "aid", 0, 50)
     assert found["result"] == "steps"
     assert found["out"] is None
-    assert set(found["execution"]) == {"name", "processes", "bytes_sent", "waited_seconds"}
+    assert {"name", "processes", "bytes_sent", "waited_seconds"} <= set(found["execution"])
     calls = found["oracle_calls"]
     # One outer gradient and one cross product a step; 20 inner gradients, and one more for the graph of the products.
     assert (calls["outer_gradients"], calls["cross"], calls["inner_gradients"]) == (50, 50, 50 * 21)

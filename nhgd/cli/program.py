@@ -16,10 +16,12 @@ import typer
 from typer.core import TyperGroup
 
 import nhgd
+from nhgd.cli.bench import bench
 from nhgd.cli.check import check
 from nhgd.cli.clean import clean
 from nhgd.cli.data import data
 from nhgd.cli.demo import demo
+from nhgd.cli.launch import started_by_someone
 from nhgd.cli.list import list_names
 from nhgd.cli.run import run
 from nhgd.errors import InputError, RunError, unknown
@@ -60,6 +62,11 @@ class Program(TyperGroup):
                     code = _fail(_usage(error), 2, given)
                 else:
                     raise
+        if code and started_by_someone():
+            # Threads that wait for a lost process inside torch could hold up an orderly end.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
         sys.exit(code or 0)
 
     def invoke(self, ctx: Any) -> Any:
@@ -124,6 +131,13 @@ def program(
         raise typer.Exit(2)
 
 
-for name, command in (("demo", demo), ("list", list_names), ("run", run), ("check", check), ("clean", clean)):
+for name, command in (
+    ("demo", demo),
+    ("list", list_names),
+    ("run", run),
+    ("check", check),
+    ("bench", bench),
+    ("clean", clean),
+):
     app.command(name)(command)
 app.add_typer(data, name="data")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +15,8 @@ import typer
 
 from nhgd import task as tasks
 from nhgd.algorithm import AbstractAlgorithm
-from nhgd.checkpoint import exists
+from nhgd.checkpoint import exists, last_kept
+from nhgd.cli.launch import LAUNCHER, end_now, launch, started_by_someone, tie_to_launcher
 from nhgd.cli.options import (
     Changes,
     DataFolder,
@@ -26,12 +28,15 @@ from nhgd.cli.options import (
     Task,
     checked_seed,
     device_called,
+    device_of_rank,
     keep_to_threads,
 )
 from nhgd.cli.output import Folder, check_folder, console, folder, jsonable, number, print_json, table
-from nhgd.cli.settings import for_run, for_task, parse
-from nhgd.errors import InputError
+from nhgd.cli.settings import for_execution, for_run, for_task, parse
+from nhgd.errors import InputError, RunError
+from nhgd.execution import Distributed
 from nhgd.execution import resolve as resolve_execution
+from nhgd.execution.roles import Roles
 from nhgd.solve import Solution, seconds
 from nhgd.task import Instance
 from nhgd.task.paper import EXPERIMENTS, TABLE, paper
@@ -40,6 +45,7 @@ Pictures: TypeAlias = Callable[[Path], list[Path]]
 
 
 def run(
+    context: typer.Context,
     task: Task,
     method: Annotated[
         str | None, typer.Option(help="`nhgd list` names them; default: what suits the task.", show_default=False)
@@ -68,6 +74,9 @@ def run(
             "--resume", help="Go on from --checkpoint, or from OUT/checkpoint, if there is one; else begin anew."
         ),
     ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(help="How often a distributed run that lost a process is started again, from --resume.")
+    ] = 0,
     changes: Changes = None,
     as_json: Json = False,
 ) -> None:
@@ -80,14 +89,23 @@ def run(
         check_folder(out)
     kept = _kept(checkpoint, checkpoint_every, resume, out)
     where = device_called(device)
-    executor = resolve_execution(execution)
+    _check_restarts(max_restarts, execution, resume)
     chosen, rest = for_task(tasks.resolve(task, preset), parse(changes))
+    how, rest = for_execution(execution, rest)
+    executor = resolve_execution(execution, **how)
+    if isinstance(executor, Distributed):
+        if not started_by_someone():
+            given: Any = context.find_root().command
+            raise typer.Exit(_launched(given.given, executor.roles, max_restarts, kept.get("checkpoint")))
+        where = device_of_rank(where)
+        tie_to_launcher()
+        executor.last_resort = end_now
     keep_to_threads(chosen.threads, where)
     began = time.perf_counter()
     instance = chosen.build(checked_seed(seed), where, data)
     preparation = time.perf_counter() - began
-    method, algorithm, printed = _method(task, preset, method, instance)
-    _refuse_idle(parse(changes), instance.method_settings, algorithm)
+    method, algorithm, printed = named_method(task, preset, method, instance)
+    refuse_idle(parse(changes), instance.method_settings, algorithm)
     settings, algorithm = for_run(chosen, algorithm, rest)
     settings = {key: value for key, value in printed.items() if key not in parse(changes)} | settings
     going_on = resume and exists(kept["checkpoint"])
@@ -99,8 +117,10 @@ def run(
     if steps is None and budget is None:
         steps = instance.steps
     try:
-        with folder(out) as place:
+        with folder(out if executor.leads else None) as place:
             solution = solver.run(steps=steps, budget=budget)
+            if not executor.leads:
+                return
             answer = {
                 "task": task,
                 "method": method,
@@ -117,7 +137,7 @@ def run(
                 "oracle_calls": solution.stats["oracle_calls"],
                 "settings": {
                     "task": {f.name: getattr(chosen, f.name) for f in fields(chosen)},
-                    "solver": instance.solver | settings,
+                    "solver": instance.suited(algorithm) | settings,
                     "method": solver.algorithm,
                 },
                 "out": None if out is None else str(out),
@@ -134,6 +154,26 @@ def run(
         _tell(answer, written)
 
 
+def _launched(arguments: list[str], roles: Roles, restarts: int, checkpoint: Path | None) -> int:
+    """The exit code of a run in several processes; where none of them could say so, its error names the last checkpoint."""
+    try:
+        return launch(arguments, roles, restarts)
+    except RunError as error:
+        known = "" if checkpoint is None or "checkpoint" in str(error) else last_kept(checkpoint)
+        raise RunError(f"{error}{known}") from error
+
+
+def _check_restarts(restarts: int, execution: str, resume: bool) -> None:
+    if restarts < 0:
+        raise InputError(f"--max-restarts must be a whole number of at least 0, got {restarts}.")
+    if restarts and execution != "distributed":
+        raise InputError(f"--max-restarts is for --execution distributed; {execution} runs in one process.")
+    if restarts and started_by_someone() and LAUNCHER not in os.environ:
+        raise InputError("Under torchrun it is torchrun that starts again: torchrun --max-restarts N.")
+    if restarts and not resume:
+        raise InputError("--max-restarts needs --resume, so that what is started again goes on from its checkpoint.")
+
+
 def _kept(checkpoint: Path | None, every: str | None, resume: bool, out: Path | None) -> dict[str, Any]:
     """The settings of the solver that say where and how often the run is kept; none where it is not."""
     if checkpoint is None and resume:
@@ -147,7 +187,7 @@ def _kept(checkpoint: Path | None, every: str | None, resume: bool, out: Path | 
     return {"checkpoint": checkpoint} | ({} if every is None else {"checkpoint_every": every})
 
 
-def _method(
+def named_method(
     task: str, preset: str, method: str | None, instance: Instance
 ) -> tuple[str, AbstractAlgorithm, dict[str, Any]]:
     """The method's name, itself, and the solver's settings that the paper prints for it where its experiment is run."""
@@ -161,7 +201,7 @@ def _method(
     return name, instance.algorithm(name), {}
 
 
-def _refuse_idle(changes: dict[str, str], suited: dict[str, Any], algorithm: Any) -> None:
+def refuse_idle(changes: dict[str, str], suited: dict[str, Any], algorithm: Any) -> None:
     """A setting that the task hands on to the method is an error when this method has none of that name."""
     for key in suited:
         if key in changes and not hasattr(algorithm, key):
