@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import nhgd
 from nhgd.likelihood import AbstractLikelihood
 from nhgd.point import OracleCalls
-from nhgd.record import BatchGradient, LayerStatistics, PerSampleGradients
+from nhgd.record import BatchGradient, LayerStatistics, PerSampleGradients, mapped, tensors
 from nhgd.recorder import Recorder
 from tests import oracles
 from tests.catalogue import PER_SAMPLE, PROBLEMS, Made, Make, cross_entropy, normal, plain_tensor, weighted_logistic
@@ -822,3 +822,22 @@ def test_float32_stays_float32() -> None:
     step = Recorder(problem, "sample").step(batch)
     assert step.record.rows.dtype == step.gradient[0].dtype == step.value.dtype == torch.float32
     torch.testing.assert_close(step.record.rows.double(), oracles.rows(*made[:2]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["raw", "batch", "sample", "layer"])
+def test_the_tensors_of_a_record_come_in_the_order_in_which_they_are_mapped(kind: Any) -> None:
+    """Workers gather them in the one order and put them back in the other."""
+    net = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+    problem, batch = weighing(net, normal(6, 4))
+    if kind == "batch":
+        problem, batch = (
+            nhgd.Bilevel(lambda t, v, x: x @ t - v, lambda t, v, x: t.sum(), normal(4), normal()),
+            normal(6, 4),
+        )
+    record = Recorder(problem, kind, "empirical").step(batch).record
+    assert record is not None
+    seen: list[Tensor] = []
+    mapped(record, lambda t: (seen.append(t), t)[1])
+    walked = list(tensors(record))
+    assert len(walked) == len(seen) >= {"raw": 1, "batch": 2, "sample": 1, "layer": 8}[kind]
+    assert all(a is b for a, b in zip(walked, seen, strict=True))
