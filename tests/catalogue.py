@@ -683,11 +683,20 @@ class TaskCase:
 TASKS: list[TaskCase] = [
     TaskCase(lambda: Quadratic.preset("quick")),
     TaskCase(lambda: L2.preset("quick"), "nhgd"),
-    TaskCase(lambda: Cleaning.preset("quick"), "nhgd", tol=1e-3),
     TaskCase(
-        lambda: Cleaning(weights="loss", dataset="digits", train=200, trusted=60, dtype="float64"),
+        lambda: Cleaning.preset("quick").with_settings({"weights": "clip", "momentum": 0.0}),
+        "nhgd",
+        tol=1e-3,
+        label="clip",
+    ),
+    TaskCase(
+        lambda: Cleaning(dataset="digits", train=200, trusted=60, dtype="float64", start=0.95), tol=1e-6, label="loss"
+    ),
+    TaskCase(
+        lambda: Cleaning(dataset="digits", train=200, trusted=60, dtype="float64", weights="net"),
+        steps=15,
         tol=1e-6,
-        label="loss",
+        label="net",
     ),
     TaskCase(lambda: Distillation.preset("quick").with_settings({"dtype": "float64"}), "nhgd", tol=1e-8),
     TaskCase(

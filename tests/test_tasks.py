@@ -18,10 +18,11 @@ import nhgd
 from nhgd.data.idx import read_idx, read_images
 from nhgd.point import Point
 from nhgd.task import L2, TASKS, Cleaning, Quadratic
-from nhgd.task.cleaning import Split, fit, largest_curvature, softmax_classifier
+from nhgd.task.cleaning import OverfittingWarning
 from nhgd.task.labels import NOISES, area, corrupt, found
 from nhgd.task.setting import convert, kinds
-from nhgd.task.weighting import ByLoss, PerSample
+from nhgd.task.softmax import Split, fit, largest_curvature, softmax_classifier
+from nhgd.task.weighting import WEIGHTINGS, ByLoss, ByNet, Clip, Sigmoid
 from tests import catalogue, idx_files, oracles
 
 CPU = torch.device("cpu")
@@ -231,13 +232,13 @@ class TestCleaning:
         assert sets.side == 8
 
     def test_weights_stay_in_their_box_and_move(self):
-        instance = built(Cleaning.preset("quick"))
+        instance = built(Cleaning.preset("quick").with_settings({"weights": "clip"}))
         instance.start("aid-identity", outer_lr=1.0).run(steps=3)
         v = oracles.v_of(instance.problem)
         assert float(v.min()) == 0
         assert float(v.max()) == 1
 
-    @pytest.mark.parametrize("weights", ["sample", "loss"])
+    @pytest.mark.parametrize("weights", list(WEIGHTINGS))
     def test_reported_numbers_are_those_of_the_step_with_the_lowest_evaluation_loss(self, weights):
         instance = built(Cleaning.preset("quick").with_settings({"weights": weights}))
         solution = instance.start("aid-identity").run(steps=6)
@@ -255,20 +256,116 @@ class TestCleaning:
         assert got["final_f1"] == wanted["final_f1"]
         assert got["final_evaluation_loss"] == pytest.approx(wanted["final_evaluation_loss"], rel=1e-6)
 
-    def test_by_loss_splits_the_trusted_samples(self):
-        task = Cleaning.preset("loss").with_settings({"train": 100, "trusted": 41, "dataset": "digits"})
+    @pytest.mark.parametrize("weights", list(WEIGHTINGS))
+    def test_trusted_samples_inside_are_not_those_that_judge(self, weights):
+        task = Cleaning(dataset="digits", train=100, trusted=41, weights=weights, trusted_inside=0.5, warm_up=0)
         instance = built(task)
         sets = instance.extra
         assert len(instance.full_inner[0]) == 100 + 20
         assert len(instance.full_outer[0]) == 21
         known = {tuple(row) for row in instance.full_inner[0].tolist()}
         assert not any(tuple(row) in known for row in instance.full_outer[0].tolist())
-        weights = instance.problem.losses(instance.full_inner).weights
-        assert torch.equal(weights[100:], torch.ones(20))
-        assert torch.equal(
-            weights[:100], task.sample_weights(instance.problem.theta.given, instance.problem.v.given, sets)
-        )
-        assert instance.solver["project_v"] is None
+        found = instance.problem.losses(instance.full_inner).weights
+        assert torch.equal(found[100:], torch.ones(20))
+        own = task.sample_weights(instance.problem.theta.given, instance.problem.v.given, sets)
+        assert torch.equal(found[:100], own)
+        assert instance.solver["project_v"] == ((0.0, 1.0) if weights == "clip" else None)
+
+    def test_the_share_inside_by_itself(self):
+        for weights, inside in (("loss", 20), ("net", 20), ("clip", 0), ("sigmoid", 0)):
+            instance = built(Cleaning(dataset="digits", train=100, trusted=41, weights=weights, warm_up=0))
+            assert len(instance.full_inner[0]) == 100 + inside
+
+    def test_theta_starts_solved_or_after_steps_or_at_zero(self):
+        def gradient(**settings):
+            instance = built(Cleaning(dataset="digits", train=100, trusted=40, **settings))
+            return float(oracles.gradient(instance.problem, instance.full_inner).norm()), instance
+
+        at_zero, instance = gradient(warm_up=0)
+        assert float(oracles.theta_of(instance.problem).norm()) == 0
+        state = torch.get_rng_state()
+        after, _ = gradient(warm_up=200)
+        assert torch.equal(torch.get_rng_state(), state)
+        solved, _ = gradient()
+        assert solved <= 1e-2
+        assert after < 0.2 * at_zero
+        untouched, _ = gradient(weights="clip")
+        assert untouched > 0.2
+
+    def test_another_model_by_name_or_by_function(self):
+        quick = {"train": 400, "dataset": "digits", "warm_up": 50}
+        made = [
+            Cleaning(**quick, model="mlp", hidden=16),
+            Cleaning(**quick, model=lambda features, classes: torch.nn.Sequential(
+                torch.nn.Unflatten(1, (1, 8, 8)), torch.nn.Conv2d(1, 4, 3), torch.nn.Flatten(),
+                torch.nn.ReLU(), torch.nn.Linear(4 * 36, classes),
+            )),
+        ]  # fmt: skip
+        for task, size in zip(made, (64 * 16 + 16 + 160 + 10, 4 * 9 + 4 + 4 * 36 * 10 + 10), strict=True):
+            first, second = built(task), built(task)
+            assert first.problem.theta.numel == size
+            assert torch.equal(oracles.theta_of(first.problem), oracles.theta_of(second.problem))
+            summary = first.summary(first.start().run(steps=5))
+            assert summary["test_accuracy"] > 0.7
+            assert summary["auc"] > 0.8
+
+    @pytest.mark.parametrize(
+        ("settings", "words"),
+        [
+            ({"noise": 1.0}, "from 0 to below 1; got 1.0"),
+            ({"noise": -0.1}, "from 0 to below 1"),
+            ({"noise": float("nan")}, "from 0 to below 1"),
+            ({"trusted_inside": 1.0}, "trusted_inside must be 0 or more and below 1"),
+            ({"momentum": 1.0}, "momentum must be"),
+            ({"warm_up": "solvd"}, "'solved' or a number of inner steps"),
+            ({"warm_up": -1}, "warm_up must be 0 or more"),
+            ({"weights": "slip"}, "Did you mean 'clip'"),
+            ({"model": "liner"}, "Did you mean 'linear'"),
+            ({"outer_lr": 0.0}, "outer_lr must be above 0"),
+            ({"start": 0.4}, "between 0.5 and 1"),
+            ({"model": lambda features, classes: 3}, "returned a int"),
+            ({"model": lambda features, classes: torch.nn.Linear(features, 3)}, r"two samples gave \(2, 3\)"),
+        ],
+    )
+    def test_what_makes_no_sense_is_refused(self, settings, words):
+        with pytest.raises(nhgd.InputError, match=words):
+            built(Cleaning(dataset="digits", **settings))
+
+    def test_a_free_weight_for_each_sample_overfits_and_the_run_says_so(self):
+        changes = {
+            "dataset": "digits",
+            "train": 500,
+            "inner_steps": 20,
+            "inner_lr": 0.1,
+            "outer": "adam",
+            "outer_lr": 0.3,
+        }
+        for trusted, rises in ((30, True), (50, False)):
+            instance = built(Cleaning.preset("paper").with_settings(changes | {"trusted": trusted}))
+            solution = instance.start("nhgd").run(steps=100)
+            with pytest.warns(OverfittingWarning, match="overfit the trusted samples.*or weights=loss"):
+                summary = instance.summary(solution)
+            best = min(solution.history, key=lambda row: row["evaluation_loss"])
+            rise = summary["final_evaluation_loss"] / best["evaluation_loss"] - 1
+            # Either the evaluation loss rises, or it stays while the trusted loss leaves it behind.
+            assert (rise > 0.1) == (summary["overfitting"] > 0.1) == rises
+            assert summary["gap"] > 0.5
+            assert summary["outer_loss"] < 0.2 * summary["final_evaluation_loss"]
+
+    def test_the_default_does_not(self):
+        instance = built(Cleaning(dataset="digits", noise=0.5, noise_kind="uniform", trusted=50, train=500))
+        summary = instance.summary(instance.start().run(steps=60))  # a warning would be an error
+        assert summary["overfitting"] < 0.1
+        assert summary["gap"] < 0.5
+        assert summary["f1"] > 0.9
+
+    def test_methods_that_take_plain_steps_alone_get_them(self):
+        instance = built(Cleaning.preset("quick"))
+        for method in ("itd", "truncated", "bome", "f2sa"):
+            algorithm = instance.algorithm(method)
+            assert instance.suited(algorithm)["inner_optimizer"] is None
+            instance.start(method).step()
+        assert instance.suited(instance.algorithm("soba"))["inner_optimizer"] is not None
 
     def test_batches_reach_the_methods_that_average_over_them(self):
         instance = built(Cleaning.preset("quick").with_settings({"batches": "3"}))
@@ -285,14 +382,14 @@ class TestCleaning:
         problem = nhgd.Bilevel(
             lambda model, v, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"),
             lambda model, v, batch: v.sum(),
-            softmax_classifier(x),
+            softmax_classifier(x, 10),
             torch.zeros(1, dtype=torch.float64),
         )
         assert float(torch.linalg.eigvalsh(oracles.hessian(problem, (x, y)))[-1]) <= bound
 
     def test_fit_is_the_logistic_regression_of_scikit_learn(self):
         x, y = catalogue.normal(60, 3), torch.arange(60) % 10
-        model = softmax_classifier(x)
+        model = softmax_classifier(x, 10)
         assert fit(model, Split(x, y), 0.01, 1e-7) <= 1e-7
         # scikit-learn minimises sum CE + |theta|^2 / (2 C), so C = 1 / (2 N l2); the bias is a feature that is always 1.
         other = LogisticRegression(C=1 / (2 * 60 * 0.01), fit_intercept=False, tol=1e-8, max_iter=10_000)
@@ -360,31 +457,49 @@ def test_the_area_is_undefined_where_one_kind_is_missing():
     assert area(torch.tensor([1.0, 2.0]), torch.tensor([True, True])) != area(torch.zeros(1), torch.tensor([True]))
 
 
-class TestWeighting:
-    @pytest.mark.parametrize("weighting", [PerSample(5), ByLoss(5)], ids=["sample", "loss"])
-    def test_the_potential_has_the_weight_as_its_slope(self, weighting):
-        v = weighting.first(0.7).double()
+LIKE = torch.zeros(1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("weighting", [cls(5) for cls in WEIGHTINGS.values()], ids=list(WEIGHTINGS))
+class TestEveryWeighting:
+    def test_the_potential_has_the_weight_as_its_slope_and_is_its_integral(self, weighting):
+        v = weighting.first(0.7, LIKE)
         losses = torch.rand(5, dtype=torch.float64).mul(4).requires_grad_()
         index = torch.arange(5)
-        slope = torch.autograd.grad(weighting.potential(v, losses, index).sum(), losses)[0]
+        value = weighting.potential(v, losses, index)
+        slope = torch.autograd.grad(value.sum(), losses)[0]
         torch.testing.assert_close(slope, weighting.weights(v, losses, index), rtol=1e-12, atol=0)
+        zero = weighting.potential(v, torch.zeros_like(losses), index)
+        places = torch.linspace(0, 1, 2001, dtype=torch.float64)[:, None] * losses.detach()  # (2001, 5)
+        rows = torch.stack([weighting.weights(v, row, index) for row in places])
+        area_below = torch.stack([torch.trapezoid(rows[:, i], places[:, i]) for i in range(5)])
+        torch.testing.assert_close(value - zero, area_below, rtol=1e-6, atol=1e-8)
 
-    def test_the_first_weights(self):
-        assert torch.equal(PerSample(3).first(None), torch.full((3,), 0.5))
-        v = ByLoss(3).first(0.9)
-        assert float(ByLoss(3).weights(v, torch.zeros(1), torch.zeros(1, dtype=torch.long))) == pytest.approx(0.9)
+    def test_weights_are_constant_in_theta_and_never_rise_with_the_loss(self, weighting):
+        losses = torch.linspace(0, 5, 5, requires_grad=True, dtype=torch.float64)
+        v = weighting.first(None, LIKE)
+        weights = weighting.weights(v, losses, torch.arange(5))
+        assert (weights[1:] <= weights[:-1]).all()
+        assert not weights.requires_grad or torch.autograd.grad(weights.sum(), losses, allow_unused=True) == (None,)
 
-    def test_weights_by_loss_fall_with_the_loss_and_are_constant_in_theta(self):
-        losses = torch.linspace(0, 5, 6, requires_grad=True)
-        weights = ByLoss(6).weights(torch.zeros(2, requires_grad=True), losses, torch.arange(6))
-        assert (weights[1:] < weights[:-1]).all()
-        assert torch.autograd.grad(weights.sum(), losses, allow_unused=True) == (None,)
+    def test_trusted_samples_count_in_full(self, weighting):
+        v, losses, index = weighting.first(None, LIKE), torch.full((7,), 3.0, dtype=torch.float64), torch.arange(7)
+        assert weighting.weights(v, losses, index)[5:].tolist() == [1.0, 1.0]
+        assert torch.equal(weighting.potential(v, losses, index)[5:], losses[5:])
 
-    def test_trusted_samples_count_in_full(self):
-        weighting = ByLoss(2)
-        v, losses, index = weighting.first(None), torch.full((4,), 3.0), torch.arange(4)
-        assert weighting.weights(v, losses, index)[2:].tolist() == [1.0, 1.0]
-        assert torch.equal(weighting.potential(v, losses, index)[2:], losses[2:])
+
+@torch.no_grad()
+def test_the_first_weights():
+    for cls in (Clip, Sigmoid):
+        first = cls(3).weights(cls(3).first(None, LIKE), torch.ones(3), torch.arange(3))
+        torch.testing.assert_close(first, torch.full_like(first, 0.5))
+    for cls in (ByLoss, ByNet):
+        v = cls(3).first(0.9, LIKE)
+        found = cls(3).weights(v, LIKE, torch.zeros(1, dtype=torch.long))
+        assert float(found) == pytest.approx(0.9, rel=1e-12)
+        # Half at the threshold, which is where a sigmoid of slope 1 from 0.9 has its half.
+        threshold = torch.tensor([0.9 / 0.1], dtype=torch.float64).log()
+        assert float(cls(3).weights(v, threshold, torch.zeros(1, dtype=torch.long))) == pytest.approx(0.5)
 
 
 images = arrays.arrays(np.uint8, arrays.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=6))

@@ -27,6 +27,7 @@ class AbstractAlgorithm(ABC):
     """Who moves when. A subclass is a frozen dataclass of hyper-parameters; what evolves is a state of its own."""
 
     name: ClassVar[str]
+    plain: ClassVar[bool] = False  # whether it takes plain gradient steps on theta, whatever optimiser suits a task
 
     def prepared(self, problem: Bilevel) -> AbstractAlgorithm:
         """The same algorithm with every choice made that depends on the problem."""

@@ -61,6 +61,7 @@ class BOME(AbstractAlgorithm):
     """
 
     name: ClassVar[str] = "bome"
+    plain: ClassVar[bool] = True
     strength: float = 0.5
     barrier: Barrier = "gradient"
     pulled_lr: Rate | None = None

@@ -56,6 +56,7 @@ class F2SA(AbstractAlgorithm):
     """
 
     name: ClassVar[str] = "f2sa"
+    plain: ClassVar[bool] = True
     first: float = 10.0
     growth: float = 1 / 7
     pace: float = 1.0

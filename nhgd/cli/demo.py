@@ -18,18 +18,17 @@ from nhgd.cli.demo_picture import draw
 from nhgd.cli.options import Json, Seed, checked_seed
 from nhgd.cli.output import check_folder, console, folder, jsonable, number, print_json, table
 from nhgd.solve import Solution
-from nhgd.task.cleaning import Cleaning, LabelSets, Split, accuracy, fit, softmax_classifier
+from nhgd.task.cleaning import CLASSES, Cleaning, LabelSets
 from nhgd.task.labels import found
+from nhgd.task.softmax import Split, accuracy, fit, softmax_classifier
 
 TASK = Cleaning(
     dataset="digits",
     noise=0.4,
     noise_kind="flip",
-    weights="loss",
     train=1200,
     trusted=100,
     evaluation=50,
-    inner_steps=20,
 )
 METHODS = ("nhgd", "aid-cg", "aid-identity")
 STEPS = 100
@@ -113,7 +112,7 @@ def retrained(keep: Tensor, sets: LabelSets) -> float:
     """Test accuracy of a model trained from nothing, to the end, on the training samples kept and all trusted ones."""
     x = torch.cat([sets.train.x[keep], sets.trusted.x, sets.evaluation.x]).double()
     y = torch.cat([sets.train.y[keep], sets.trusted.y, sets.evaluation.y])
-    model = softmax_classifier(x)
+    model = softmax_classifier(x, CLASSES)
     fit(model, Split(x, y), TASK.l2, 1e-6)
     with torch.no_grad():
         return accuracy(model(sets.test.x.double()), sets.test.y)

@@ -13,13 +13,13 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import Tensor, nn
 
-from nhgd.algorithm import NHGD
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, counted, not_negative
-from nhgd.problem import Bilevel, Losses
 from nhgd.schedule import Decay
 from nhgd.solve import Solver
-from nhgd.task.inner_solver import lbfgs
+from nhgd.task.softmax import Split, fit, largest_curvature, softmax_classifier
+from nhgd.task.weighted_training import WeightedTraining, momentum, suited
+from nhgd.task.weighting import ByLoss
 
 Array = np.ndarray[Any, Any]
 
@@ -31,9 +31,10 @@ class NoTrustedSetWarning(UserWarning):
 class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     """A linear classifier that finds wrong labels while it is trained, and then does without them.
 
-    Each training sample has the weight w_i = sigmoid(b - e^a loss_i), one learnt function of its loss; (a, b) are chosen
-    by natural hypergradient descent so that a model trained with these weights does well on trusted samples. Half of the
-    trusted samples train the model with weight 1, the other half judges it, since what was trained on cannot judge.
+    Each training sample has the weight w_i = sigmoid(e^a (e^b - loss_i)), one learnt function of its loss; (a, b) are
+    chosen by natural hypergradient descent so that a model trained with these weights does well on trusted samples. Half of
+    the trusted samples train the model with weight 1, the other half judges it, since what was trained on cannot judge.
+    It is the task `cleaning` with its default weights, for data of one's own.
 
     Without a trusted set a part of the data is held out in its place, and judged by a bounded loss, (1 - p_y^q) / q, that
     wrong labels cannot dominate. A trusted set of even a few samples a class is better, so this warns.
@@ -52,6 +53,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
     Attributes:
         weights_: the weight of every training sample, (N,); a suspect one is below 0.5.
         label_issues_: the indices of the suspects, worst first.
+        weighting_: (a, b).
         suggested_labels_: what the cleaned model would call each training sample, (N,).
         classes_, n_features_in_: as in scikit-learn.
 
@@ -136,22 +138,20 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         other, other_labels = self._tensor(trusted_x), torch.as_tensor(trusted_y, device=self.device)
         if robust:
             kept = np.setdiff1d(np.arange(len(y)), judged)
-            inner = (rows[kept], labels[kept])
-            outer = (other, other_labels)
-            extra = (other[:0], other_labels[:0])
+            noisy, outer = Split(rows[kept], labels[kept]), Split(other, other_labels)
+            extra = Split(other[:0], other_labels[:0])
         else:
-            inner = (rows, labels)
-            outer = (other[judge], other_labels[judge])
-            extra = (other[guide], other_labels[guide])
-        model, v = self._learn(inner, extra, outer, robust, seed)
+            noisy, outer = Split(rows, labels), Split(other[judge], other_labels[judge])
+            extra = Split(other[guide], other_labels[guide])
+        model, v = self._learn(noisy, extra, outer, robust, seed)
         with torch.no_grad():
             losses = F.cross_entropy(model(rows), labels, reduction="none")
-            weights = _weight(v, losses)
+            weights = ByLoss(len(labels)).weights(v, losses, torch.arange(len(labels), device=losses.device))
         self.weights_: Array = weights.cpu().numpy()
         suspects = np.flatnonzero(self.weights_ < 0.5)
         self.label_issues_: Array = suspects[np.argsort(self.weights_[suspects], kind="stable")]
         self.weighting_: tuple[float, float] = (float(v[0]), float(v[1]))
-        self._fit_final(rows, labels, weights, extra, outer if not robust else None)
+        self._fit_final(Split(rows, labels), weights, [] if robust else [extra, outer])
         self.suggested_labels_: Array = self.predict(X)
         return self
 
@@ -188,49 +188,27 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             )
         return rows
 
-    def _model(self, features: int) -> nn.Linear:
-        model: nn.Linear = nn.utils.skip_init(nn.Linear, features, len(self.classes_), device=self.device)
-        with torch.no_grad():
-            model.weight.zero_()
-            model.bias.zero_()
-        return model
-
-    def _learn(
-        self,
-        inner_set: tuple[Tensor, Tensor],
-        extra: tuple[Tensor, Tensor],
-        outer_set: tuple[Tensor, Tensor],
-        robust: bool,
-        seed: int,
-    ) -> tuple[nn.Linear, Tensor]:
-        noisy = len(inner_set[1])
-        x, y = torch.cat([inner_set[0], extra[0]]), torch.cat([inner_set[1], extra[1]])
-        model = self._model(x.shape[1])
-        v = torch.tensor([0.0, 1.4], device=x.device)
+    def _learn(self, noisy: Split, extra: Split, outer_set: Split, robust: bool, seed: int) -> tuple[nn.Linear, Tensor]:
+        weighting = ByLoss(len(noisy.y))
+        model, v = softmax_classifier(noisy.x, len(self.classes_)), weighting.first(None, noisy.x)
+        training = WeightedTraining(model, v, weighting, noisy, extra, max(self.l2, 1e-6))
         q = self.robustness
-
-        def inner(model: nn.Module, v: Tensor, batch: Any) -> Losses:
-            x, y, index = batch
-            z = model(x)
-            losses = F.cross_entropy(z, y, reduction="none")
-            weights = torch.where(index < noisy, _weight(v, losses.detach()), torch.ones_like(losses))
-            return Losses(losses, weights, z)
 
         def outer(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
             losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
             return ((1 - (-q * losses).exp()) / q).mean() if robust else losses.mean()
 
-        problem = Bilevel(inner, outer, model, v, l2=self.l2, likelihood="categorical")
-        if len(extra[1]):
-            self._train(model, extra[0], extra[1], None, 10 * self.l2)
-        rate = 1.0 / _largest_curvature(x)
+        problem = training.problem(outer)
+        training.start_solved()
+        everything = training.samples
         solver = Solver(
             problem,
-            Data(x, y, batch=self.batch_size),
-            Data(*outer_set),
-            method=NHGD(),
+            Data(everything.x, everything.y, batch=self.batch_size),
+            Data(outer_set.x, outer_set.y),
+            method=suited(problem),
             inner_steps=self.inner_steps,
-            inner_optimizer=lambda leaves: torch.optim.SGD(leaves, lr=rate, momentum=0.9, nesterov=True),
+            inner_lr=Decay(1 / max(largest_curvature(everything.x), 1e-6), final=0.1, hold=0.3),
+            inner_optimizer=momentum(0.9),
             outer_optimizer=torch.optim.Adam,
             outer_lr=Decay(0.05, final=0.05, hold=0.3),
             seed=seed,
@@ -238,33 +216,15 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         self.history_ = solver.run(steps=self.steps, progress=self.verbose).history
         return model, v.detach()
 
-    def _fit_final(
-        self,
-        x: Tensor,
-        y: Tensor,
-        weights: Tensor,
-        extra: tuple[Tensor, Tensor],
-        outer: tuple[Tensor, Tensor] | None,
-    ) -> None:
+    def _fit_final(self, given: Split, weights: Tensor, trusted: list[Split]) -> None:
         """A model from every sample that is believed, trusted ones with weight 1."""
-        parts = [part for part in (extra, outer) if part is not None and len(part[1])]
-        x = torch.cat([x, *(part[0] for part in parts)])
-        y = torch.cat([y, *(part[1] for part in parts)])
-        kept = torch.cat([(weights >= 0.5).to(weights), weights.new_ones(len(y) - len(weights))])
-        model = self._model(x.shape[1])
-        self._train(model, x, y, kept if bool(kept.any()) else None, self.l2)
+        parts = [given, *trusted]
+        everything = Split(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
+        kept = torch.cat([(weights >= 0.5).to(weights), weights.new_ones(len(everything.y) - len(weights))])
+        model = softmax_classifier(everything.x, len(self.classes_))
+        fit(model, everything, max(self.l2, 1e-6), 1e-2, kept if bool(kept.any()) else None)
         self.coef_: Array = model.weight.detach().cpu().double().numpy()
         self.intercept_: Array = model.bias.detach().cpu().double().numpy()
-
-    def _train(self, model: nn.Linear, x: Tensor, y: Tensor, weights: Tensor | None, l2: float) -> None:
-        problem = Bilevel(
-            lambda model, v, batch: Losses(F.cross_entropy(model(batch[0]), batch[1], reduction="none"), weights),
-            lambda model, v, batch: v.sum(),
-            model,
-            x.new_zeros(1),
-            l2=max(l2, 1e-6),
-        )
-        lbfgs(problem, (x, y), tol=1e-2)
 
     def decision_function(self, X: Any) -> Array:
         """Class scores, (N, C); for two classes the score of the second over the first, (N,)."""
@@ -290,10 +250,6 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         return found
 
 
-def _weight(v: Tensor, losses: Tensor) -> Tensor:
-    return torch.sigmoid(v[1] - v[0].exp() * losses)
-
-
 def _halves(codes: Array, random: Any) -> tuple[Array, Array]:
     """Two index sets, each with samples of every class."""
     first, second = [], []
@@ -302,13 +258,3 @@ def _halves(codes: Array, random: Any) -> tuple[Array, Array]:
         first.append(members[: len(members) // 2])
         second.append(members[len(members) // 2 :])
     return np.concatenate(first), np.concatenate(second)
-
-
-def _largest_curvature(x: Tensor, steps: int = 20) -> float:
-    """Half the largest eigenvalue of mean x x^T bounds the softmax Hessian with weights at most 1."""
-    rows = F.pad(x[:20_000], (0, 1), value=1.0)
-    q, size = rows.new_ones(rows.shape[1]), 1.0
-    for _ in range(steps):
-        q = rows.T @ (rows @ (q / q.norm())) / len(rows)
-        size = float(q.norm())
-    return max(0.5 * size, 1e-6)

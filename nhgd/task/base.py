@@ -29,6 +29,7 @@ class Instance:
     Attributes:
         problem, inner_data, outer_data: what a `Solver` takes.
         solver: settings of the `Solver` that suit this task (inner_steps, step sizes, projections).
+        plain: of those, what methods that take plain gradient steps alone have in their place.
         method, steps: what to run when the user does not say.
         method_settings: settings for those methods that have them, such as how many batches to average over.
         methods: methods made for this task, by the name they replace; any other name means what it means everywhere.
@@ -55,6 +56,11 @@ class Instance:
     method_settings: dict[str, Any] = field(default_factory=dict)
     methods: dict[str, AbstractAlgorithm] = field(default_factory=dict)
     pictures: Callable[[Path], list[Path]] | None = None
+    plain: dict[str, Any] = field(default_factory=dict)
+
+    def suited(self, algorithm: AbstractAlgorithm) -> dict[str, Any]:
+        """The settings of the solver that suit this task and a method."""
+        return self.solver | (self.plain if algorithm.plain else {})
 
     def algorithm(self, method: str | None = None) -> AbstractAlgorithm:
         """A method by name, ready for this problem and with the settings that suit the task."""
@@ -73,15 +79,16 @@ class Instance:
     ) -> Solver:
         """A solver of this instance, afresh or from its checkpoint. Further settings replace those that suit the task."""
         begin = partial(Solver.resume, settings.pop("checkpoint", "")) if resume else Solver
+        algorithm = method if isinstance(method, AbstractAlgorithm) else self.algorithm(method)
         return begin(
             self.problem,
             self.inner_data,
             self.outer_data,
-            method=method if isinstance(method, AbstractAlgorithm) else self.algorithm(method),
+            method=algorithm,
             seed=seed,
             execution=execution,
             metrics=self.metrics,
-            **(self.solver | settings),
+            **(self.suited(algorithm) | settings),
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -11,29 +12,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nhgd.algorithm.stage import Settings, Stage
 from nhgd.data.bundled import digits
 from nhgd.data.idx import find, read_images
 from nhgd.data.loader import Data
-from nhgd.errors import InputError, not_negative, positive, unknown
-from nhgd.problem import Bilevel, Losses
+from nhgd.errors import InputError, counted, not_negative, positive, unknown
+from nhgd.execution import Inline
+from nhgd.inverse.spectrum import largest_eigenvalue
+from nhgd.point import Point
+from nhgd.problem import Bilevel
+from nhgd.randomness import Randomness
 from nhgd.schedule import Decay
-from nhgd.solve import Solution
+from nhgd.solve import Row, Solution
 from nhgd.task.base import AbstractTask, Instance
-from nhgd.task.inner_solver import lbfgs
+from nhgd.task.classifier import Architecture
 from nhgd.task.labels import NOISES, corrupt, found, with_every_class
-from nhgd.task.weighting import AbstractWeighting, ByLoss, PerSample
+from nhgd.task.softmax import Split, accuracy, largest_curvature
+from nhgd.task.weighted_training import WeightedTraining, momentum, suited
+from nhgd.task.weighting import WEIGHTINGS
 
 CLASSES = 10
 DATASETS = ("auto", "digits", "mnist")
-WEIGHTINGS: dict[str, type[AbstractWeighting]] = {"sample": PerSample, "loss": ByLoss}
-
-
-@dataclass(frozen=True)
-class Split:
-    """Samples of one purpose: pixels (N, P), standardised, and labels (N,)."""
-
-    x: Tensor
-    y: Tensor
+RISE, GAP = 0.1, 0.5  # from where on a run is said to overfit
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ class LabelSets:
     pixels: Tensor  # the training images as they were, (N, P), between 0 and 1
 
 
+class OverfittingWarning(UserWarning):
+    """The weights follow the trusted samples further than those tell about others."""
+
+
 @final
 @dataclass(frozen=True)
 class Cleaning(AbstractTask):
@@ -58,30 +62,40 @@ class Cleaning(AbstractTask):
         inner: mean_i w_i CE(y_i, theta . x_i) + l2 ||theta||^2
         outer: mean cross-entropy on the trusted samples
 
-    The model is a softmax classifier with bias. A third split, for evaluation, chooses the outer step whose numbers are
-    reported, because with one free weight for each sample a good hypergradient overfits the trusted set. A sample is
+    The model is a softmax classifier with bias, or any other. A third split, for evaluation, chooses the outer step whose
+    numbers are reported, and tells overfitting: see `overfitting`, whose numbers are among the metrics. A sample is
     suspect when its weight is below 0.5.
 
-    With weights="loss" the weight is a function of the sample's loss with two parameters, which a small trusted set can
-    tell. Half of the trusted samples then join the inner problem with weight 1; the other half makes the outer loss,
-    because samples that were trained on cannot judge. theta starts where the inner problem is solved, by way of those
-    trusted samples: far from there the implicit formula does not hold, and a few steps along it lead two parameters to
-    believe every label.
+    By default the weight is a function of the sample's loss with two parameters, which a small trusted set can tell.
+    With a free weight for each sample, as in the paper, a good hypergradient overfits the trusted set. Half of the trusted
+    samples join the inner problem with weight 1; the other half makes the outer loss, because samples that were trained
+    on cannot judge.
 
     Args:
         dataset: "digits" (bundled), "mnist" (IDX files), or "auto": mnist when a folder was named, else digits.
         noise, noise_kind: the fraction of training labels touched, and how: "flip" (always wrong), "uniform" (a random
             class, possibly the right one) or "pair".
         train, trusted, evaluation: samples of each split; None: a share that suits the data set.
-        weights: "sample": v in [0, 1]^N, one number each (the paper); "loss": v = (a, b), weight
-            sigmoid(e^a (e^b - loss_i)).
-        start: the first weight of a sample, or with weights="loss" of one without loss; None: 0.5 and 0.8.
+        model: "linear", "mlp" with a hidden layer of `hidden` units, or in Python a function (features, classes) -> module
+            of samples (B, features).
+        weights: "loss": v = (a, b), weight sigmoid(e^a (e^b - loss_i)); "net": a small net of the loss (Meta-Weight-Net);
+            "clip": v in [0, 1]^N, one number each (the paper); "sigmoid": weight sigmoid(v_i).
+        start: the first weight of a sample, or with a function of the loss that of a sample without loss; None: 0.5 and
+            0.8.
+        trusted_inside: the share of the trusted samples that joins the inner problem; None: half with a function of the
+            loss, none with a weight for each sample.
+        warm_up: how theta starts: "solved", where the trusted samples inside are fitted and then the inner problem is
+            solved; or a number of inner steps after that fit; 0: nothing of it. None: "solved" with a function of the loss,
+            0 with a weight for each sample. Its time is part of the preparation.
         l2: the ridge.
         batch: samples in an inner batch.
         batches: inner batches that the cross derivative is averaged over, M in the paper, or "all", for methods that do
             so; None: what the method does by itself.
-        inner_steps, inner_lr, outer_lr: of the solver. inner_lr None: the inverse of the largest curvature.
-        outer: "adam", with outer_lr falling to a tenth, or "sgd".
+        inner_steps, inner_lr, outer_lr: of the solver. inner_lr None: the inverse of the largest curvature, half of it
+            where the model is not linear. outer_lr None: 0.05, or 0.03 for a net.
+        momentum: Nesterov's, of the inner steps, whose size then falls to a tenth over the run; 0: plain steps of one
+            size, which some methods take in any case.
+        outer: "adam", with outer_lr falling to a twentieth, or "sgd".
         dtype: "float32" or "float64".
     """
 
@@ -89,16 +103,17 @@ class Cleaning(AbstractTask):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
         "quick": {"dataset": "digits", "train": 300, "trusted": 100, "evaluation": 100},
-        "loss": {"weights": "loss", "inner_steps": 20},
         "paper": {
             "dataset": "mnist",
             "noise": 0.5,
             "noise_kind": "uniform",
+            "weights": "clip",
             "l2": 1e-4,
             "batch": 1024,
             "batches": 5,
             "inner_steps": 10,
             "inner_lr": 0.01,
+            "momentum": 0.0,
             "outer_lr": 0.5,
             "outer": "sgd",
         },
@@ -109,14 +124,19 @@ class Cleaning(AbstractTask):
     train: int | None = None
     trusted: int | None = None
     evaluation: int | None = None
-    weights: str = "sample"
+    model: str | Callable[[int, int], nn.Module] = "linear"
+    hidden: int = 64
+    weights: str = "loss"
     start: float | None = None
+    trusted_inside: float | None = None
+    warm_up: int | str | None = None
     l2: float = 1e-3
-    batch: int = 256
+    batch: int = 1024
     batches: int | str | None = None
-    inner_steps: int = 10
+    inner_steps: int = 20
     inner_lr: float | None = None
-    outer_lr: float = 0.05
+    outer_lr: float | None = None
+    momentum: float = 0.9
     outer: str = "adam"
     dtype: str = "float32"
 
@@ -130,16 +150,31 @@ class Cleaning(AbstractTask):
         ):
             if getattr(self, name) not in known:
                 raise unknown(f"{name} of cleaning", getattr(self, name), known)
-        positive("cleaning", batch=self.batch, inner_steps=self.inner_steps, outer_lr=self.outer_lr)
-        not_negative("cleaning", noise=self.noise, l2=self.l2)
-        if self.noise > 1:
-            raise InputError(f"cleaning: noise must lie between 0 and 1, got {self.noise}.")
+        counted("cleaning", batch=self.batch, inner_steps=self.inner_steps)
+        not_negative("cleaning", l2=self.l2)
+        for name in ("inner_lr", "outer_lr"):
+            if getattr(self, name) is not None:
+                positive("cleaning", **{name: getattr(self, name)})
+        if not 0 <= self.noise < 1:
+            raise InputError(
+                f"cleaning: noise is the share of the training labels that are touched, from 0 to below 1; got {self.noise}."
+            )
+        for name in ("momentum", "trusted_inside"):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share < 1:
+                raise InputError(f"cleaning: {name} must be 0 or more and below 1, got {share}.")
+        if isinstance(self.warm_up, str) and self.warm_up != "solved":
+            raise InputError(f"cleaning: warm_up is 'solved' or a number of inner steps, got {self.warm_up!r}.")
+        if isinstance(self.warm_up, int):
+            not_negative("cleaning", warm_up=self.warm_up)
         if self.start is not None and not 0 < self.start < 1:
             raise InputError(f"cleaning: start must lie between 0 and 1, got {self.start}.")
         for name in ("train", "trusted", "evaluation"):
             size = getattr(self, name)
             if size is not None and size < CLASSES:
                 raise InputError(f"cleaning: {name} must be at least {CLASSES}, got {size}.")
+        if not callable(self.model):
+            Architecture(self.model, hidden=self.hidden)
 
     def load(self, seed: int, device: torch.device, data: str | Path | None = None) -> LabelSets:
         """Read the data set, split it and make some of the training labels wrong."""
@@ -204,41 +239,42 @@ class Cleaning(AbstractTask):
         )
 
     def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
-        """Load the data and set the problem up."""
+        """Load the data, set the problem up and bring theta to its start."""
         sets = self.load(seed, device, data)
         weighting = WEIGHTINGS[self.weights](len(sets.train.y))
-        model = softmax_classifier(sets.train.x)
-        v = weighting.first(self.start).to(sets.train.x)
-        half = len(sets.trusted.y) // 2 if self.weights == "loss" else 0
-        judge = Split(sets.trusted.x[half:], sets.trusted.y[half:])
-        x = torch.cat([sets.train.x, sets.trusted.x[:half]])
-        y = torch.cat([sets.train.y, sets.trusted.y[:half]])
+        model = self._model(sets.train.x, seed)
+        v = weighting.first(self.start, sets.train.x)
+        share = self.trusted_inside if self.trusted_inside is not None else 0.5 * weighting.by_loss
+        inside = int(share * len(sets.trusted.y))
+        guide, judge = (
+            Split(sets.trusted.x[part], sets.trusted.y[part]) for part in (slice(inside), slice(inside, None))
+        )
+        training = WeightedTraining(model, v, weighting, sets.train, guide, self.l2)
 
-        def inner(model: nn.Module, v: Tensor, batch: Any) -> Losses:
-            x, y, index = batch
-            z = model(x)
-            losses = F.cross_entropy(z, y, reduction="none")
-            return Losses(losses, weights=weighting.weights(v, losses, index), outputs=z)
-
-        def outer(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
+        def outer(model: nn.Module, v: Any, batch: Any) -> Tensor:
             return F.cross_entropy(model(batch[0]), batch[1])
 
-        problem = Bilevel(inner, outer, model, v, l2=self.l2, likelihood="categorical")
-        full_inner = (x, y, torch.arange(len(y), device=device))
+        problem = training.problem(outer)
+        everything = training.samples
+        full_inner = (everything.x, everything.y, torch.arange(len(everything.y), device=device))
         full_outer = (judge.x, judge.y)
+        inner_data = Data(everything.x, everything.y, batch=self.batch)
+        inner_lr = self._inner_lr(problem, everything.x, inner_data, seed)
+        inner: dict[str, Any] = {
+            "inner_lr": Decay(inner_lr, final=0.1, hold=0.3) if self.momentum else inner_lr,
+            "inner_optimizer": momentum(self.momentum) if self.momentum else None,
+        }
+        warm_up = self.warm_up if self.warm_up is not None else "solved" if weighting.by_loss else 0
+        if warm_up == "solved":
+            training.start_solved()
+        elif isinstance(warm_up, int) and warm_up:
+            training.start_from_trusted()
+            with Randomness(seed, device).scope():
+                stage = Stage(problem, inner_data, [full_outer], Settings(**inner), Inline())
+                for _ in range(warm_up):
+                    stage.inner_step()
 
-        def solve_inner(tol: float = 1e-3 if self.dtype == "float32" else 1e-6) -> float:
-            # Weights may depend on the losses: then not the weighted losses but their potential is minimal at theta*.
-            def potential(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
-                return weighting.potential(v, F.cross_entropy(model(batch[0]), batch[1], reduction="none"), batch[2])
-
-            return lbfgs(Bilevel(potential, outer, model, v, l2=self.l2), full_inner, tol)
-
-        if half:
-            fit(model, Split(sets.trusted.x[:half], sets.trusted.y[:half]), self.l2, 1e-2)
-            solve_inner(1e-2)
-
-        def metrics(theta: nn.Module, v: Tensor) -> dict[str, float]:
+        def metrics(theta: nn.Module, v: Any) -> dict[str, float]:
             z = theta(sets.evaluation.x)
             return {
                 "evaluation_loss": float(F.cross_entropy(z, sets.evaluation.y)),
@@ -248,87 +284,117 @@ class Cleaning(AbstractTask):
             }
 
         def summary(solution: Solution) -> dict[str, float]:
-            rows = [row for row in solution.history if "evaluation_loss" in row]
+            with problem.guarded(seed=0), torch.no_grad():
+                end = {
+                    "step": solution.stats["steps"],
+                    "outer_loss": float(outer(model, v, full_outer)),
+                    **metrics(model, v),
+                }
+                inner_loss = float(problem.objective(full_inner))
+            rows = [*(row for row in solution.history if "evaluation_loss" in row), end]
             best = min(rows, key=lambda row: row["evaluation_loss"])
             chosen = ("test_accuracy", "f1", "auc", "precision", "recall")
-            with torch.no_grad():
-                last = metrics(model, v)
-                losses = {
-                    "outer_loss": float(outer(model, v, full_outer)),
-                    "inner_loss": float(problem.objective(full_inner)),
-                }
             return {
-                **losses,
+                "outer_loss": end["outer_loss"],
+                "inner_loss": inner_loss,
                 **{key: best[key] for key in chosen},
                 "selected_step": best["step"],
-                **{f"final_{key}": last[key] for key in chosen},
+                **{f"final_{key}": end[key] for key in chosen},
                 "evaluation_loss": best["evaluation_loss"],
-                "final_evaluation_loss": last["evaluation_loss"],
+                "final_evaluation_loss": end["evaluation_loss"],
+                **overfitting(rows[0], best, end, weighting.by_loss),
                 "wrong_labels": float(sets.wrong.sum()),
             }
 
+        outer_lr = self.outer_lr or (0.03 if self.weights == "net" else 0.05)
         solver = {
             "inner_steps": self.inner_steps,
-            "inner_lr": 1.0 / largest_curvature(x) if self.inner_lr is None else self.inner_lr,
-            "outer_lr": Decay(self.outer_lr, final=0.1, hold=0.5) if self.outer == "adam" else self.outer_lr,
+            **inner,
+            "outer_lr": Decay(outer_lr, final=0.05, hold=0.3) if self.outer == "adam" else outer_lr,
             "outer_optimizer": torch.optim.Adam if self.outer == "adam" else None,
             "project_v": weighting.box,
         }
 
         return Instance(
             problem,
-            Data(x, y, batch=self.batch),
+            inner_data,
             Data(judge.x, judge.y),
             solver,
-            "aid",
+            "nhgd",
             100,
             metrics,
             summary,
             full_inner,
             full_outer,
-            solve_inner,
+            lambda: training.solve(1e-3 if self.dtype == "float32" else 1e-6),
             sets,
             {} if self.batches is None else {"batches": self.batches},
+            {"nhgd": suited(problem)},
+            plain={"inner_lr": inner_lr, "inner_optimizer": None},
         )
 
-    def sample_weights(self, model: nn.Module, v: Tensor, sets: LabelSets) -> Tensor:
+    def _model(self, x: Tensor, seed: int) -> nn.Module:
+        if not callable(self.model):
+            return Architecture(self.model, hidden=self.hidden).build(x.shape[1], CLASSES, seed, x.device, x.dtype)
+        with Randomness(seed, x.device).scope():
+            model = self.model(x.shape[1], CLASSES)
+        if not isinstance(model, nn.Module):
+            raise InputError(f"cleaning: model must return an nn.Module, but it returned a {type(model).__name__}.")
+        model = model.to(x.device, x.dtype)
+        with torch.no_grad():
+            shape = tuple(model(x[:2]).shape)
+        if shape != (2, CLASSES):
+            raise InputError(
+                f"cleaning: the model must turn samples (B, {x.shape[1]}) into scores (B, {CLASSES}), but two samples gave"
+                f" {shape}."
+            )
+        return model
+
+    def _inner_lr(self, problem: Bilevel, x: Tensor, data: Data, seed: int) -> float:
+        if self.inner_lr is not None:
+            return self.inner_lr
+        if self.model == "linear":
+            return 1.0 / largest_curvature(x)
+        with Randomness(seed, x.device).scope():
+            batch = next(iter(data))
+        top = largest_eigenvalue(Point(problem, [batch]), problem.theta.flat(), 20)
+        return 0.5 / top if top > 0 else 0.01
+
+    def sample_weights(self, model: nn.Module, v: Any, sets: LabelSets) -> Tensor:
         """The weight of every training sample, (N,)."""
         losses = F.cross_entropy(model(sets.train.x), sets.train.y, reduction="none")
         index = torch.arange(len(losses), device=losses.device)
         return WEIGHTINGS[self.weights](len(losses)).weights(v, losses, index)
 
 
-def softmax_classifier(x: Tensor) -> nn.Linear:
-    """A linear model with bias for samples such as x, (N, P), at zero."""
-    model: nn.Linear = nn.utils.skip_init(nn.Linear, x.shape[1], CLASSES, device=x.device, dtype=x.dtype)
-    with torch.no_grad():
-        model.weight.zero_()
-        model.bias.zero_()
-    return model
+def overfitting(first: Row, best: Row, end: Row, by_loss: bool) -> dict[str, float]:
+    """How far the weights follow the trusted samples further than those tell about others; too far, and it warns.
 
+    overfitting: by which part the evaluation loss rose from its least while the trusted loss went on falling, 0 where it
+    did not. gap: by which part the trusted loss is below the evaluation loss, less what it was after the first step. It
+    warns when the one is above a tenth or the other above a half.
 
-def fit(model: nn.Module, split: Split, l2: float, tol: float) -> float:
-    """Train a classifier to the end, in place; returns the norm of the last gradient."""
+    Args:
+        first, best, end: losses after the first step, where that on the evaluation split was least, and at the end.
+        by_loss: whether one function weighs all samples already.
 
-    def inner(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-
-    nothing = split.x.new_zeros(1)
-    problem = Bilevel(inner, lambda model, v, batch: v.sum(), model, nothing, l2=l2)
-    return lbfgs(problem, (split.x, split.y), tol)
-
-
-def accuracy(scores: Tensor, labels: Tensor) -> float:
-    """The part of the samples whose highest score is the right one."""
-    return float((scores.argmax(1) == labels).double().mean())
-
-
-def largest_curvature(x: Tensor, steps: int = 20) -> float:
-    """A bound on the largest eigenvalue of the softmax Hessian with weights at most 1: half that of mean x x^T."""
-    rows = F.pad(x, (0, 1), value=1.0)
-    q = torch.ones(rows.shape[1], dtype=rows.dtype, device=rows.device)
-    size = 1.0
-    for _ in range(steps):
-        q = rows.T @ (rows @ (q / q.norm())) / len(rows)
-        size = float(q.norm())
-    return 0.5 * size
+    >>> first = {"evaluation_loss": 0.5, "outer_loss": 0.5}
+    >>> best = {"step": 5, "evaluation_loss": 0.4, "outer_loss": 0.4}
+    >>> end = {"evaluation_loss": 0.42, "outer_loss": 0.315}
+    >>> {key: round(value, 3) for key, value in overfitting(first, best, end, by_loss=True).items()}
+    {'overfitting': 0.05, 'gap': 0.25}
+    """
+    fell = end["outer_loss"] < best["outer_loss"]
+    rise = float(end["evaluation_loss"] / best["evaluation_loss"] - 1) if fell else 0.0
+    gap = float(first["outer_loss"] / first["evaluation_loss"] - end["outer_loss"] / end["evaluation_loss"])
+    if rise > RISE or gap > GAP:
+        remedy = "" if by_loss else ", or weights=loss, which has two parameters in place of one for each sample"
+        warnings.warn(
+            "The weights overfit the trusted samples: at the end the loss is"
+            f" {end['outer_loss']:.3g} on those and {end['evaluation_loss']:.3g} on the evaluation split, where it was"
+            f" {best['evaluation_loss']:.3g} after step {best['step']:g}. Use the numbers of that step, which are those"
+            f" without final_. Against it help fewer outer steps, more trusted samples{remedy}.",
+            OverfittingWarning,
+            stacklevel=2,
+        )
+    return {"overfitting": rise, "gap": gap}

@@ -1,57 +1,97 @@
-"""Two ways to give a training sample its weight: a number of its own, or a function of its loss."""
+"""How a training sample gets its weight: a number of its own, or a function of its loss."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from nhgd.errors import InputError
+from nhgd.variable import Given
+
+HIDDEN = 16
+NODES = 24
 
 
 @dataclass(frozen=True)
 class AbstractWeighting(ABC):
-    """The weights of N training samples as a function of v, of their losses and of their indices."""
+    """The weights of N training samples as a function of v, of their losses and of their indices.
+
+    An index from N on is that of a trusted sample, whose weight is 1.
+    """
 
     samples: int
-    box: ClassVar[tuple[float, float] | None] = None
+    box: ClassVar[tuple[float, float] | None] = None  # what v is kept in
+    by_loss: ClassVar[bool] = True  # whether one function weighs all samples
 
     @abstractmethod
-    def first(self, start: float | None) -> Tensor:
-        """v before the first outer step."""
+    def first(self, start: float | None, like: Tensor) -> Given:
+        """v before the first outer step, with the dtype and on the device of a tensor."""
+
+    def weights(self, v: Any, losses: Tensor, index: Tensor) -> Tensor:
+        """The weight of each sample of a batch, (B,); constant in theta."""
+        return self._with_trusted(self._learnt(v, losses.detach(), index), torch.ones_like(losses), index)
+
+    def potential(self, v: Any, losses: Tensor, index: Tensor) -> Tensor:
+        """A function of each loss whose derivative in that loss is the weight, (B,); the loss of a trusted sample."""
+        return self._with_trusted(self._integral(v, losses, index), losses, index)
 
     @abstractmethod
-    def weights(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
-        """The weight of each sample of a batch, (B,). An index from N on is a trusted sample: its weight is 1."""
+    def _learnt(self, v: Any, losses: Tensor, index: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def potential(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
-        """A function of each loss whose derivative in that loss is the weight, (B,)."""
+    def _integral(self, v: Any, losses: Tensor, index: Tensor) -> Tensor: ...
+
+    def _with_trusted(self, learnt: Tensor, trusted: Tensor, index: Tensor) -> Tensor:
+        return torch.where(index < self.samples, learnt, trusted)
+
+    def _own(self, v: Tensor, index: Tensor) -> Tensor:
+        """The number of each sample; for trusted ones any, since it will not be used."""
+        return v[index.clamp_max(self.samples - 1)]
 
 
 @final
 @dataclass(frozen=True)
-class PerSample(AbstractWeighting):
-    """w_i = v_i, kept between 0 and 1."""
+class Clip(AbstractWeighting):
+    """w_i = v_i, kept between 0 and 1 by projection: the paper's."""
 
     box: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
+    by_loss: ClassVar[bool] = False
 
-    def first(self, start: float | None) -> Tensor:
+    def first(self, start: float | None, like: Tensor) -> Tensor:
         """The same weight for all, 0.5 unless told."""
-        return torch.full((self.samples,), 0.5 if start is None else start)
+        return like.new_full((self.samples,), 0.5 if start is None else start)
 
-    def weights(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
-        """v at the index."""
-        return v[index]
+    def _learnt(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
+        return self._own(v, index)
 
-    def potential(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
-        """The weighted loss."""
-        return v[index] * losses
+    def _integral(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
+        return self._own(v, index) * losses
+
+
+@final
+@dataclass(frozen=True)
+class Sigmoid(AbstractWeighting):
+    """w_i = sigmoid(v_i), v free."""
+
+    by_loss: ClassVar[bool] = False
+
+    def first(self, start: float | None, like: Tensor) -> Tensor:
+        """The same weight for all, 0.5 unless told."""
+        return like.new_full((self.samples,), _logit(0.5 if start is None else start))
+
+    def _learnt(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
+        return self._own(v, index).sigmoid()
+
+    def _integral(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
+        return self._own(v, index).sigmoid() * losses
 
 
 @final
@@ -68,19 +108,76 @@ class ByLoss(AbstractWeighting):
     trade with the ridge.
     """
 
-    def first(self, start: float | None) -> Tensor:
+    def first(self, start: float | None, like: Tensor) -> Tensor:
         """a = 0, and b such that a sample without loss has the weight `start`, above 0.5; 0.8 unless told."""
-        start = 0.8 if start is None else start
-        if start <= 0.5:
-            raise InputError(f"With weights by loss, start must lie between 0.5 and 1, got {start}.")
-        return torch.tensor([0.0, math.log(math.log(start / (1 - start)))])
+        return like.new_tensor([0.0, math.log(_threshold(start))])
 
-    def weights(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
-        """The sigmoid; 1 for trusted samples."""
-        learnt = torch.sigmoid(v[0].exp() * (v[1].exp() - losses.detach()))
-        return torch.where(index < self.samples, learnt, torch.ones_like(learnt))
+    def _learnt(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
+        return torch.sigmoid(v[0].exp() * (v[1].exp() - losses))
 
-    def potential(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
-        """- e^-a log( 1 + exp( e^a ( e^b - l ) ) ); the loss itself for trusted samples."""
-        learnt = -F.softplus(v[0].exp() * (v[1].exp() - losses)) / v[0].exp()
-        return torch.where(index < self.samples, learnt, losses)
+    def _integral(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
+        return -F.softplus(v[0].exp() * (v[1].exp() - losses)) / v[0].exp()
+
+
+class LossNet(nn.Module):
+    """A net with one hidden layer from a loss to a weight between 0 and 1.
+
+        w(l) = sigmoid( offset - sum_j height_j tanh( slope_j l - shift_j ) )
+
+    It starts as a falling step at `threshold`, with the weight sigmoid(threshold) where the loss is 0.
+    """
+
+    def __init__(self, threshold: float, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        shift = torch.linspace(0.0, 2 * threshold, hidden, dtype=torch.float64)
+        self.slope = nn.Parameter(torch.ones(hidden, dtype=torch.float64))
+        self.shift = nn.Parameter(shift)
+        self.height = nn.Parameter(torch.full_like(shift, threshold / float(shift.tanh().sum())))
+        self.offset = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, losses: Tensor) -> Tensor:
+        """The weights of losses, of the same shape."""
+        steps = torch.tanh(losses[..., None] * self.slope - self.shift)
+        return torch.sigmoid(self.offset - steps @ self.height)
+
+
+@final
+@dataclass(frozen=True)
+class ByNet(AbstractWeighting):
+    """w_i = net( l_i ), v the parameters of a small net: Meta-Weight-Net. What `ByLoss` says of l_i holds here too.
+
+    References: J. Shu et al., Meta-Weight-Net: learning an explicit mapping for sample weighting, 2019, section 2.
+    Deviations: 1. 16 hidden units with tanh in place of 100 with ReLU, and a start that falls with the loss, because
+    trusted sets are small and the first steps should not believe what fits least.
+    """
+
+    def first(self, start: float | None, like: Tensor) -> LossNet:
+        """The net; a sample without loss has the weight `start`, above 0.5; 0.8 unless told."""
+        return LossNet(_threshold(start)).to(like.device, like.dtype)
+
+    def _learnt(self, v: nn.Module, losses: Tensor, index: Tensor) -> Tensor:
+        found: Tensor = v(losses)
+        return found
+
+    def _integral(self, v: nn.Module, losses: Tensor, index: Tensor) -> Tensor:
+        # From 0 to the loss by Gauss and Legendre. Its slope is the weight itself, not that of the rule.
+        nodes, shares = (losses.new_tensor(a) / 2 for a in np.polynomial.legendre.leggauss(NODES))
+        with torch.no_grad():
+            value: Tensor = losses * (v(losses[:, None] * (nodes + 0.5)) @ shares)
+            slope: Tensor = v(losses)
+        return value + slope * (losses - losses.detach())
+
+
+WEIGHTINGS: Mapping[str, type[AbstractWeighting]] = {"clip": Clip, "sigmoid": Sigmoid, "loss": ByLoss, "net": ByNet}
+
+
+def _logit(weight: float) -> float:
+    return math.log(weight / (1 - weight))
+
+
+def _threshold(start: float | None) -> float:
+    """The loss at which a sigmoid of slope 1 that has the weight `start` without loss has the weight 0.5."""
+    start = 0.8 if start is None else start
+    if start <= 0.5:
+        raise InputError(f"With weights by loss, start must lie between 0.5 and 1, got {start}.")
+    return _logit(start)
