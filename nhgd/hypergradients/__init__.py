@@ -31,7 +31,7 @@ def hypergradient(
     problem: Bilevel,
     inner_batch: Batch,
     outer_batch: Batch,
-    inverse: str | AbstractInverse = "cg",
+    inverse: str | AbstractInverse | None = None,
     estimator: str | AbstractHypergradient = "implicit",
     inner_data: Iterable[Batch] | None = None,
     seed: int = 0,
@@ -42,7 +42,7 @@ def hypergradient(
         problem: a `Bilevel`.
         inner_batch: where the inner objective and its derivatives are taken.
         outer_batch: where the outer loss is taken.
-        inverse: a name or an object, for example `nhgd.inverse.CG(steps=100)`.
+        inverse: a name or an object, for example `nhgd.inverse.CG(steps=100)`; None: "cg" where the estimator needs one.
         estimator: "implicit", "unrolled", or an object.
         inner_data: batches that online inverses learn from and products run over, in place of inner_batch.
         seed: what dropout is drawn from.
@@ -55,6 +55,12 @@ def hypergradient(
     >>> hypergradient(problem, torch.zeros(4), torch.zeros(4)).grad
     tensor(-4.)
     """
+    chosen = resolve(estimator)
+    if inverse is not None and not chosen.inverts:
+        raise InputError(
+            f"The estimator {chosen.name} applies no inverse, so inverse={inverse!r} would be ignored. Leave it away, or use"
+            " estimator='implicit'."
+        )
     device = problem.theta.device
     batches = [inner_batch] if inner_data is None else list(reiterable(inner_data, "inner_data"))
     if not batches:
@@ -62,7 +68,8 @@ def hypergradient(
     batches = [move(batch, device) for batch in batches]
     outer_batch = move(outer_batch, device)
     problem.validate(batches[0], outer_batch)
-    return resolve(estimator).estimate(problem, batches, outer_batch, resolve_inverse(inverse), seed)
+    found = resolve_inverse("cg" if inverse is None else inverse)
+    return chosen.estimate(problem, batches, outer_batch, found, seed)
 
 
 __all__ = [

@@ -40,6 +40,7 @@ class AbstractHypergradient(ABC):
     """A way to get grad Phi(v) at the problem's current theta and v, which stay as they are."""
 
     name: ClassVar[str]
+    inverts: ClassVar[bool] = True  # whether it uses the inverse it is handed
 
     @abstractmethod
     def estimate(

@@ -105,6 +105,7 @@ class Unrolled(AbstractHypergradient):
     """
 
     name: ClassVar[str] = "unrolled"
+    inverts: ClassVar[bool] = False
     steps: int = 50
     lr: float | None = None
     truncate: int | None = None
