@@ -91,6 +91,21 @@ def test_negative_curvature_falls_back_to_the_inverse_itself_and_says_so():
     torch.testing.assert_close(found.adjoint, 0.5 * torch.tensor([0.5, 1.0], dtype=torch.float64))
 
 
+def test_negative_curvature_met_on_the_way_keeps_the_last_safe_iterate():
+    """By hand: u = (1, 1/2), H = diag(1, -2). One step gives x = 2.5 u; the next direction, (7.5, 7.5), has curvature -56."""
+    u = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    problem, x = concave(), torch.zeros(3).double()
+    problem = nhgd.Bilevel(
+        problem.inner, lambda theta, v, x: u @ theta, torch.zeros(2).double(), torch.zeros(()).double()
+    )
+    with pytest.warns(nhgd.InverseWarning, match=r"last safe iterate \(residual 3\)"):
+        found = nhgd.hypergradient(problem, x, x, inverse=Refined(Identity(), steps=5))
+    torch.testing.assert_close(found.adjoint, 2.5 * u)
+    assert found.stats.notes == {"iterations": 2, "negative_curvature": True, "inverse": "identity"}
+    assert found.stats.residual == pytest.approx(3.0)
+    assert not found.stats.converged
+
+
 @pytest.mark.parametrize("make", [catalogue.mlp_module, catalogue.conv_net, catalogue.dict_theta])
 def test_the_ggn_has_no_negative_curvature_away_from_the_optimum(make):
     problem, inner, outer = make()

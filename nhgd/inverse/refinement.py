@@ -163,6 +163,6 @@ class Refined(AbstractInverse):
 
     @property
     def products(self) -> int | None:
-        """At most `steps`, and those of the inverse inside at each of them."""
+        """At most `steps`, one more to try a given start, and those of the inverse inside at each of them."""
         inside = self.inverse.products
         return None if inside is None else self.steps * (1 + inside)
