@@ -2,7 +2,8 @@
 
     python -m benchmarks.streams benchmarks/results/streams-NAME.json
 
-Synthetic data of MNIST's size. For each case, in one process, medians with a synchronised device after a warm-up:
+Synthetic data of MNIST's size. For each case, in one process and in turn, medians with a synchronised device after a
+warm-up:
 
     inner      one outer step whose records are made and thrown away, with the identity in place of the inverse
     curvature  the records of one outer step folded in and one system solved, nothing else running
@@ -20,7 +21,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -96,12 +96,17 @@ def median(found: list[float]) -> float:
     return sorted(found)[len(found) // 2]
 
 
+def quartiles(found: list[float]) -> list[float]:
+    ranked = sorted(found)
+    return [ranked[len(ranked) // 4], ranked[3 * len(ranked) // 4]]
+
+
 def outer_step(
-    make: Callable[[], Any], inverse: AbstractInverse, executor: AbstractExecutor, batch: int, steps: int, times: int
-) -> tuple[float, dict[str, Any]]:
-    """The median time of an outer step, and how the last one was divided."""
+    make: Callable[[], Any], inverse: AbstractInverse, executor: AbstractExecutor, batch: int, steps: int
+) -> nhgd.Solver:
+    """A run of which one outer step is timed after another."""
     bilevel, data, outer = make()
-    solver = nhgd.Solver(
+    return nhgd.Solver(
         bilevel,
         nhgd.Data(*data, batch=batch),
         [outer],
@@ -111,69 +116,48 @@ def outer_step(
         outer_lr=1e-3,
         execution=executor,
     )
-    found = []
-    for index in range(times + 8):  # the first ones make graphs
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        row = solver.step()
-        torch.cuda.synchronize()
-        if index >= 8:
-            found.append(time.perf_counter() - began)
-    _, kernels = busy(solver.step)
-    solver.close()
-    keys = ("inner_seconds", "curvature_seconds", "waited_seconds", "overlap", "lag", "bytes_sent")
-    return median(found), {key: row[key] for key in keys} | {"busy": kernels / median(found)}
 
 
-def alone(make: Callable[[], Any], inverse: AbstractInverse, batch: int, steps: int, times: int) -> tuple[float, float]:
-    """Seconds that the curvature of one outer step takes, and the part of them for which the card is busy."""
-    bilevel, data, _ = make()
-    recorder = Recorder(bilevel, inverse.records, inverse.fisher)
-    batches = cycle(list(islice(nhgd.Data(*data, batch=batch), 20_000 // batch)))
-    state = inverse.init(bilevel.theta)
-    u = torch.randn_like(bilevel.theta.flat())
-    ridge = bilevel.ridge_diagonal()
-    found, shares = [], []
-    for index in range(times + 3):
+class Alone:
+    """The curvature of one outer step after another, with nothing beside it."""
+
+    def __init__(self, make: Callable[[], Any], inverse: AbstractInverse, batch: int, steps: int) -> None:
+        self.bilevel, data, _ = make()
+        self.inverse, self.steps = inverse, steps
+        self.recorder = Recorder(self.bilevel, inverse.records, inverse.fisher)
+        self.batches = cycle(list(islice(nhgd.Data(*data, batch=batch), 20_000 // batch)))
+        self.state = inverse.init(self.bilevel.theta)
+        self.u = torch.randn_like(self.bilevel.theta.flat())
+        self.ridge = self.bilevel.ridge_diagonal()
+
+    def prepare(self) -> None:
         # Anew each time, because a record keeps what was computed from it; and from many batches, because factors of low
         # rank are decomposed faster than those of a run.
-        records = [recorder.step(next(batches)).record for _ in range(steps)]
+        self.records = [self.recorder.step(next(self.batches)).record for _ in range(self.steps)]
 
-        def work(state: Any, records: Any = records) -> Any:
-            state = inverse.begin(state)
-            for record in records:
-                state = inverse.observe(state, record)
-            solve_there(inverse, state, u, ridge)
-            return state
-
-        if index == 2:
-            state, share = busy(partial(work, state))
-            shares.append(share)
-            continue
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        state = work(state)
-        torch.cuda.synchronize()
-        if index > 2:
-            found.append(time.perf_counter() - began)
-    return median(found), shares[0] / median(found)
+    def step(self) -> None:
+        self.state = self.inverse.begin(self.state)
+        for record in self.records:
+            assert record is not None
+            self.state = self.inverse.observe(self.state, record)
+        solve_there(self.inverse, self.state, self.u, self.ridge)
 
 
-def busy(work: Callable[[], Any]) -> tuple[Any, float]:
-    """What the work gives, and the seconds of its kernels."""
+def busy(work: Callable[[], Any]) -> float:
+    """The seconds for which at least one kernel of the work runs."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        result = work()
+        work()
         torch.cuda.synchronize()
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profile.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
+        if event.device_type.name == "CUDA"
     )
     total, last = 0.0, 0.0
     for start, end in spans:
         total += max(0.0, end - max(start, last))
         last = max(last, end)
-    return result, total / 1e6
+    return total / 1e6
 
 
 def measure(
@@ -182,28 +166,54 @@ def measure(
     def make() -> Any:
         return problem(widths)
 
-    parameters = sum(p.numel() for p in make()[0].theta.leaves)
-    inner, by_itself = outer_step(make, inverse, Discarding(), batch, steps, times)
-    curvature, share = alone(make, inverse, batch, steps, times)
-    inline, _ = outer_step(make, inverse, Inline(), batch, steps, times)
-    stream, division = outer_step(make, inverse, Stream(), batch, steps, times)
+    curvature = Alone(make, inverse, batch, steps)
+    parameters = curvature.bilevel.theta.numel
+    runs: dict[str, Any] = {
+        "inner": outer_step(make, inverse, Discarding(), batch, steps),
+        "curvature": curvature,
+        "inline": outer_step(make, inverse, Inline(), batch, steps),
+        "stream": outer_step(make, inverse, Stream(), batch, steps),
+    }
+    found: dict[str, list[float]] = {key: [] for key in runs}
+    # One of each in turn, because the speed of the host drifts by more than what is to be seen.
+    for index in range(times + 8):  # the first ones make graphs
+        for key, run in runs.items():
+            curvature.prepare()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            run.step()
+            torch.cuda.synchronize()
+            if index >= 8:
+                found[key].append(time.perf_counter() - began)
+    times_of = {key: median(seconds) for key, seconds in found.items()}
+    shares = {}
+    for key, run in runs.items():
+        curvature.prepare()
+        shares[key] = busy(run.step) / times_of[key]
+    last = runs["stream"].history[-1]
+    for key in ("inner", "inline", "stream"):
+        runs[key].close()
+    larger = max(times_of["inner"], times_of["curvature"])
+    both = sum(shares[key] * times_of[key] for key in ("inner", "curvature"))
     row = {
         "case": name,
         "parameters": parameters,
         "batch": batch,
         "inner_steps": steps,
         "inverse": repr(inverse),
-        "milliseconds": {
-            "inner": 1e3 * inner,
-            "curvature": 1e3 * curvature,
-            "inline": 1e3 * inline,
-            "stream": 1e3 * stream,
+        "milliseconds": {key: 1e3 * seconds for key, seconds in times_of.items()},
+        "milliseconds_quartiles": {key: [1e3 * q for q in quartiles(seconds)] for key, seconds in found.items()},
+        "busy": shares,
+        "ratio": times_of["stream"] / larger,
+        "ratio_quartiles": quartiles(
+            [s / max(i, c) for s, i, c in zip(found["stream"], found["inner"], found["curvature"], strict=True)]
+        ),
+        "floor": max(1.0, both / larger),
+        "speedup_over_inline": times_of["inline"] / times_of["stream"],
+        "last_step": {
+            key: last[key]
+            for key in ("inner_seconds", "curvature_seconds", "waited_seconds", "overlap", "lag", "bytes_sent")
         },
-        "busy": {"inner": by_itself["busy"], "curvature": share, "stream": division["busy"]},
-        "ratio": stream / max(inner, curvature),
-        "floor": max(1.0, (by_itself["busy"] * inner + share * curvature) / max(inner, curvature)),
-        "speedup_over_inline": inline / stream,
-        "last_step": division,
     }
     print(json.dumps(row), flush=True)
     return row
