@@ -104,7 +104,7 @@ def test_a_beta_of_ones_own():
 
 def test_what_is_left_open_is_said():
     assert all(sentence.endswith(".") for sentence in OPEN.values())
-    assert {"K of AmIGO", "K of stocBiO", "phi of TTSA", "c", "M", "inner steps", "epoch"} <= OPEN.keys()
+    assert {"K of AmIGO", "K of stocBiO", "phi of TTSA", "c", "M", "inner steps", "epoch", "pde"} <= OPEN.keys()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,8 @@ def test_what_is_left_open_is_said():
         (lambda: paper("distillation-5", "nhgd-paper", beta=0.0), "divides by zero"),
         (lambda: paper("cleaning", "nhgd", beta=1.0), "beta"),
         (lambda: paper("cleaning", "soba", beta=0.5), "soba is another method"),
-        (lambda: paper("pde", "soba"), "There is no experiment of the paper called 'pde'"),
+        (lambda: paper("pde", "nhgd"), r"prints no settings of its methods on the PDE.*Use PDE.preset\('paper'\)"),
+        (lambda: paper("heat", "soba"), "There is no experiment of the paper called 'heat'"),
         (lambda: paper("cleaning", "aid-cg-20"), "Did you mean 'aid-cg-10'|Did you mean 'aid-cg-40'"),
         (lambda: paper("cleaning", "bome"), "There is no method of the paper on cleaning called 'bome'"),
     ],
