@@ -303,7 +303,7 @@ def test_with_full_batches_the_corrections_of_vrbo_add_up_to_the_exact_direction
 def test_large_batches_of_vrbo_may_be_counted():
     """Two halves make all data, whichever comes first."""
     v, *_ = stepped(catalogue.mlp_module, VRBO(K=K, phi=PHI, q=2), 4, True)
-    w, *_ = stepped(catalogue.mlp_module, VRBO(K=K, phi=PHI, q=2, batches=2), 4, True)
+    w, *_ = stepped(catalogue.mlp_module, VRBO(K=K, phi=PHI, q=2, large=2), 4, True)
     torch.testing.assert_close(v, w, rtol=1e-9, atol=1e-11)
 
 
@@ -402,7 +402,7 @@ def test_a_scale_that_is_too_large_is_told_or_halved():
         (lambda: AmIGO(K=0), "AmIGO: K must be"),
         (lambda: AmIGO(beta=0.0), "AmIGO: beta must be above 0"),
         (lambda: VRBO(q=0), "VRBO: q must be"),
-        (lambda: VRBO(batches=0), "VRBO: batches must be a whole number of at least 1 or 'all'"),
+        (lambda: VRBO(large=0), "VRBO: large must be a whole number of at least 1 or 'all'"),
         (
             lambda: stepped(catalogue.ridge_scalar, StocBiO()),
             r"stocBiO draws batches of its own sizes, but inner_data is a list. Pass inner_data=nhgd.Data\(x, y",

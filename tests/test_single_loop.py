@@ -432,6 +432,28 @@ def test_the_scale_is_found_kept_and_halved_when_the_series_grows(monkeypatch):
         assert bool(torch.isfinite(oracles.v_of(running.problem)).all())
 
 
+@pytest.mark.parametrize("method", [MRBO, SUSTAIN], ids=lambda method: method.name)
+def test_momentum_begins_again_when_the_scale_is_halved(method):
+    """A direction that was taken with another scale is forgotten; one of the same scale is not."""
+    make = catalogue.weighted_logistic
+    named = {"estimator": "sum"} if method is SUSTAIN else {}
+    for factor in (64.0, 1.0):
+        _, _, running = stepped(make, method(K=3, **named), 2)
+        state = running._state
+        state.in_v = torch.full_like(state.in_v, 1e3)
+        state.phi = factor * state.phi
+        by = Dense(make)
+        theta, v = oracles.theta_of(running.problem), oracles.v_of(running.problem)
+        running.step()
+        phi = running.history[-1]["phi"]
+        assert (phi < state.phi) == (factor > 1)
+        plain = by.hypergradient(by.draw(3 if method is MRBO else 2), theta, v, phi)
+        if factor > 1:
+            torch.testing.assert_close(running._state.in_v, plain, **CLOSE)
+        else:
+            assert float((running._state.in_v - plain).norm()) > 1e2
+
+
 def test_a_series_that_grows_with_the_given_scale_warns():
     with pytest.warns(InverseWarning, match="Lower phi"):
         stepped(catalogue.weighted_logistic, TTSA(K=3, phi=50.0), 1)

@@ -148,7 +148,7 @@ METHODS: dict[str, str | AbstractAlgorithm] = {
     "amigo": AmIGO(K=2),
     "mrbo": MRBO(K=2),
     "stocbio": StocBiO(K=2),
-    "vrbo": VRBO(K=2, batches=2),
+    "vrbo": VRBO(K=2, large=2),
 } | {name: name for name in ("alset", "bome", "f2sa", "fsla", "saba", "soba", "sustain", "ttsa")}
 FEW = ("ekfac", "window", "dense inverse", "trajectory", "refined")  # for more than two workers
 OTHERS = ("dense of many rows", "convolution", "batch gradients", "few entries of v")

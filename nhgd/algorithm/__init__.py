@@ -1,4 +1,8 @@
-"""Every order of moves, one file for each algorithm."""
+"""Every order of moves, one file for each algorithm.
+
+The numbers of algorithms and equations under References are as they are commonly cited. They were compared with the printed
+text for Natural Hypergradient Descent alone.
+"""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class AID(AbstractAlgorithm):
         return AIDState(state.theta, found.adjoint), info
 
 
-def check_batches(owner: str, batches: int | str) -> None:
+def check_batches(owner: str, batches: int | str, name: str = "batches") -> None:
     """Refuse a number of batches that is neither a positive whole number nor "all"."""
     if batches != "all" and (not isinstance(batches, int) or batches < 1):
-        raise InputError(f"{owner}: batches must be a whole number of at least 1 or 'all', got {batches!r}.")
+        raise InputError(f"{owner}: {name} must be a whole number of at least 1 or 'all', got {batches!r}.")

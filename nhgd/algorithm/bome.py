@@ -43,7 +43,9 @@ class BOME(AbstractAlgorithm):
     There is no second derivative, and T biases the end as it does that of `ITD`: where pulled comes near theta*(v), both
     parts of the direction vanish at grad_v f = X^T S_T grad_theta f with S_T = (I - (I - eta H)^T) H^{-1}. A constant alpha
     adds a bias of its own, of the order of alpha: the multiplier cannot outgrow 2 / (alpha ||d2 q||), and v ends near
-    where a penalty with that multiplier does. Let alpha decay, but slowly: below 1/k the steps sum up to too little.
+    where a penalty with that multiplier does. Let alpha fall like 1/k, and no faster, or the steps sum up to too little:
+    `nhgd.schedule.Power(lr, 1.0, offset=40)`, which `pulled_lr` follows. With noisy batches the end moves, because the
+    multiplier divides by a noisy size, which no step size mends: take large batches.
 
     Args:
         strength: how fast the barrier closes the gap, eta in the paper.

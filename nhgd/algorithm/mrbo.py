@@ -39,7 +39,7 @@ class MRBO(AbstractAlgorithm):
 
     References: J. Yang, K. Ji, Y. Liang, Provably faster algorithms for bilevel optimization, 2021, algorithm 1 and the
     estimator of its equation 3.
-    Deviations: 1. phi has a default.
+    Deviations: 1. phi has a default. 2. when phi is halved, the momentum of v begins again.
     """
 
     name: ClassVar[str] = "mrbo"

@@ -43,7 +43,7 @@ def momentum(value: float | Schedule, clock: Clock) -> float:
 class Trail:
     """The point before, (D,) and (P,), and the directions that were taken from it, of the same shapes.
 
-    phi is the scale of the Neumann series, once it is known.
+    phi is the scale of the Neumann series that in_v was taken with, once it is known.
     """
 
     theta: Tensor
@@ -84,7 +84,8 @@ def both_levels(
         if eta_theta < 1:
             there = stage.point([batch], None, seed).inner_gradients(in_v=False).theta
             in_theta = in_theta + (1 - eta_theta) * (trail.in_theta - there)
-        if eta_v < 1:
+        # A direction of another scale is no memory of this one: momentum begins again when phi is halved.
+        if eta_v < 1 and phi == trail.phi:
             old = estimate(stage, sample, phi)
             in_v = in_v + (1 - eta_v) * (trail.in_v - v.flatten(old.leaves))
 

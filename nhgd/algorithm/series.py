@@ -79,8 +79,11 @@ def estimate(stage: Stage, sample: Sample, phi: float) -> Estimate:
     term = outer.theta
     total = term.clone()
     factors = sample.factors
+    known = len(stage.recent)
     for index in range(sample.products):
         batch = stage.inner_batch() if isinstance(factors, int) else factors[index]
+        while len(stage.recent) > known:
+            stage.recent.popleft()  # kept for diagnosis, where the latest will do
         # A point of its own: its graph is let go before the next factor's is made.
         term = term - phi * stage.point([batch], None, sample.seed + 2 + index).hvp(term)
         if sample.terms is None:

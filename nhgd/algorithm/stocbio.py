@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final, get_args
+from typing import Any, ClassVar, Literal, final, get_args
 
 import torch
+from torch import Tensor
 
 from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
 from nhgd.algorithm.series import Sample, check_series, scaled
@@ -103,10 +105,26 @@ class StocBiO(AbstractAlgorithm):
         info = StepInfo(float(found.value), float(torch.stack(losses).mean()), norm, notes={"phi": phi})
         return StocBiOState(phi), info
 
-    def _factors(self, stage: Stage, phi: float) -> list[Batch]:
+    def _factors(self, stage: Stage, phi: float) -> Sequence[Batch] | int:
         if self.rule == "constant":
-            return stage.inner_batches(self.K)
+            return self.K
         data = stage.inner.source
         assert isinstance(data, Data)
-        device = stage.problem.theta.device
-        return [move(data.take(torch.randperm(data.samples)[:size]), device) for size in self.sizes(phi, data.samples)]
+        indices = [torch.randperm(data.samples)[:size] for size in self.sizes(phi, data.samples)]
+        return Taken(data, indices, stage.problem.theta.device)
+
+
+@final
+@dataclass(frozen=True)
+class Taken(Sequence[Batch]):
+    """Batches that are known by their samples and taken when they are asked for, so that one at a time is held."""
+
+    data: Data
+    indices: list[Tensor]
+    device: torch.device
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, place: Any) -> Any:
+        return move(self.data.take(self.indices[place]), self.device)

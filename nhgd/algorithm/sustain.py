@@ -41,7 +41,8 @@ class SUSTAIN(AbstractAlgorithm):
 
     References: P. Khanduri, S. Zeng, M. Hong, H.-T. Wai, Z. Wang, Z. Yang, A near-optimal algorithm for stochastic bilevel
     optimization via double-momentum, 2021, algorithm 1.
-    Deviations: 1. phi has a default. 2. the sum is offered beside the randomised estimate.
+    Deviations: 1. phi has a default. 2. the sum is offered beside the randomised estimate. 3. when phi is halved, the momentum
+    of v begins again.
     """
 
     name: ClassVar[str] = "sustain"

@@ -52,7 +52,7 @@ class VRBO(AbstractAlgorithm):
         phi: its scale; eta in the paper. None: 1 / lambda_max from a power iteration at the first step, halved whenever the
             series grows on the large batches.
         q: outer steps between two large batches.
-        batches: how many batches make a large one, at either level, or "all" for one pass over the data.
+        large: how many batches make a large one, at either level, or "all" for one pass over the data.
 
     >>> VRBO(q=3).name
     'vrbo'
@@ -68,12 +68,12 @@ class VRBO(AbstractAlgorithm):
     K: int = 10
     phi: float | None = None
     q: int = 10
-    batches: int | str = "all"
+    large: int | str = "all"
 
     def __post_init__(self) -> None:
         counted("VRBO", K=self.K, q=self.q)
         check_series("VRBO", self.K, self.phi)
-        check_batches("VRBO", self.batches)
+        check_batches("VRBO", self.large, "large")
 
     def init(self, stage: Stage) -> VRBOState:
         """The first step takes large batches."""
@@ -117,7 +117,7 @@ class VRBO(AbstractAlgorithm):
 
     def _afresh(self, stage: Stage, phi: float | None) -> tuple[Tensor, Tensor, float]:
         """Both directions on large batches, and the scale."""
-        at = stage.point(stage.inner_batches(self.batches), None)
+        at = stage.point(stage.inner_batches(self.large), None)
         u, in_v = self._outer(stage)
         if phi is None:
             top = largest_eigenvalue(at, u, 10)
@@ -125,7 +125,7 @@ class VRBO(AbstractAlgorithm):
         for _ in range(8):
             total = term = u
             for _ in range(self.K):
-                factor = at if self.batches == "all" else stage.point(stage.inner_batches(self.batches), None)
+                factor = at if self.large == "all" else stage.point(stage.inner_batches(self.large), None)
                 term = term - phi * factor.hvp(term)
                 total = total + term
             grew = not float(term.norm()) <= 1.001 * float(u.norm())
@@ -145,10 +145,10 @@ class VRBO(AbstractAlgorithm):
         """grad_theta f and grad_v f, (D,) and (P,), as means over a large batch."""
         v = stage.problem.v
         batches: list[Batch]
-        if self.batches == "all":
+        if self.large == "all":
             batches = [move(batch, stage.problem.theta.device) for batch in stage.outer.source]
         else:
-            batches = [stage.outer.next() for _ in range(int(self.batches))]
+            batches = [stage.outer.next() for _ in range(int(self.large))]
         sizes = [common_length(batch) or 1 for batch in batches]
         found = [stage.point([None], batch).outer() for batch in batches]
         shares = [size / sum(sizes) for size in sizes]
