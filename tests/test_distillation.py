@@ -125,6 +125,10 @@ class TestData:
         found = CliRunner().invoke(app, [*command, "--data", str(folder.parent)], catch_exceptions=False)
         assert json.loads(found.stdout)["method"] == "nhgd"
 
+    def test_small_products_are_not_shared_among_threads(self):
+        assert Distillation().threads == Distillation.preset("paper-100").threads == 1
+        assert Distillation.preset("paper-5").threads is Distillation(model="mlp").threads is None
+
     def test_the_papers_numbers(self):
         five, hundred = Distillation.preset("paper-5"), Distillation.preset("paper-100")
         assert (five.per_class, five.bias, five.l2, five.batch, five.outer_batch) == (5, False, 1 / 15680, None, None)

@@ -145,6 +145,12 @@ class Distillation(AbstractTask):
             positive("distillation", inner_lr=self.inner_lr)
         self._architecture()
 
+    @property
+    def threads(self) -> int | None:
+        """One for a linear model and small batches: a second gains a sixth, and where others work too, it costs far more."""
+        small = self.outer_batch is not None and self.outer_batch <= 10_000
+        return 1 if self.model == "linear" and small else None
+
     def _architecture(self) -> Architecture:
         return Architecture(self.model, self.bias, self.hidden)
 
