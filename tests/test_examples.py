@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,33 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+
+
+def numbers(pattern, text):
+    """The numbers that a pattern with groups finds, line by line."""
+    return [tuple(map(float, found.groups())) for found in re.finditer(pattern, text, flags=re.MULTILINE)]
+
+
+def own_problem(said):
+    (before,), (after,) = numbers(r"^error .* trust: +([\d.]+)$", said)
+    trust = [value for _, value in numbers(r"^ +(\d)   ([\d. ]+?)  ", said)]
+    good = {0, 2, 3, 5, 7}
+    assert after < 0.5 * before
+    assert min(trust[i] for i in good) > max(trust[i] for i in set(range(8)) - good)
+
+
+def clean_csv(said):
+    ((hits, suspects, wrong),) = numbers(r"^(\d+) of the (\d+) suspects .*; (\d+) wrong", said)
+    assert min(hits / suspects, hits / wrong) > 0.7  # by chance 0.15 of the suspects would be
+
+
+def hyperparameters(said):
+    losses = [row[2] for row in numbers(r"ridges +(\d+) +([\d.]+) +([\d.]+) ", said)]
+    assert len(losses) == 3
+    assert min(losses[1:]) < losses[0]  # on validation data; what many ridges do on test data is another matter
+
+
+PROMISES = {check.__name__: check for check in (own_problem, clean_csv, hyperparameters)}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -25,6 +53,7 @@ class TestEveryExample:
         )
         assert found.returncode == 0, found.stderr
         assert found.stdout
+        PROMISES.get(path.stem, bool)(found.stdout)
         assert not list(tmp_path.iterdir())
 
     def test_names_its_command(self, path):

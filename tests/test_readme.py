@@ -56,6 +56,11 @@ def test_every_command_of_the_readme_is_understood(command):
     assert all(word in shown for word in rest if word.startswith("--"))
 
 
+def test_every_example_is_listed():
+    listed = re.findall(r"^    python (examples/\w+\.py)", TEXT, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py"))
+
+
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
         assert target.startswith("http") or (ROOT / target).exists(), target
