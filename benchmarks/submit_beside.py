@@ -5,8 +5,10 @@
 Records of about 10,000 numbers: batches of 64 through one Linear layer, 146 to 10, and through three, 48 to 28 to 18 to 10,
 float32. The inner step is the whole of it: batch, forward, backward, record, optimiser. Curvature is kept meanwhile; the
 records are waited for every 8 steps, outside the clock, so that no time is for waiting. Medians over all steps after a
-warm-up, the backends in turns in one process. What `inline` takes in `submit` is the curvature itself. Handing a record to
-another process is measured by benchmarks/submit.py.
+warm-up, the backends in turns in one process, one thread of torch for each side. What `inline` takes in `submit` is the
+curvature itself; its step without that is the plain inner step. Two threads share Python's lock, so a step beside curvature
+takes longer than a plain one: both shares are given. Handing a record to another process is measured by
+benchmarks/submit.py.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def measured(widths: tuple[int, ...], executor: AbstractExecutor) -> dict[str, A
     return {"steps": steps[WARMUP:], "submits": submits[WARMUP:], "numbers": sizes[0]}
 
 
-def row(model: str, execution: str, trials: list[dict[str, Any]]) -> dict[str, Any]:
+def row(model: str, execution: str, trials: list[dict[str, Any]], plain: float) -> dict[str, Any]:
     step, submit = (statistics.median(s for trial in trials for s in trial[key]) for key in ("steps", "submits"))
     return {
         "model": model,
@@ -90,7 +92,9 @@ def row(model: str, execution: str, trials: list[dict[str, Any]]) -> dict[str, A
         "numbers": trials[0]["numbers"],
         "inner_step_microseconds": 1e6 * step,
         "submit_microseconds": 1e6 * submit,
-        "share": submit / (step - submit),
+        "plain_step_microseconds": 1e6 * plain,
+        "share": submit / step,
+        "share_of_plain": submit / plain,
     }
 
 
@@ -99,13 +103,16 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
+    torch.set_num_threads(1)
     rows = []
     for model, widths in MODELS.items():
         trials: dict[str, list[dict[str, Any]]] = {name: [] for name in BACKENDS}
         for _ in range(given.rounds):
             for name, make in BACKENDS.items():
                 trials[name].append(measured(widths, make()))
-        rows += [row(model, name, some) for name, some in trials.items()]
+        inline = [(s, c) for trial in trials["inline"] for s, c in zip(trial["steps"], trial["submits"], strict=True)]
+        plain = statistics.median(step - curvature for step, curvature in inline)
+        rows += [row(model, name, some, plain) for name, some in trials.items()]
     result = {"environment": environment(torch.device("cpu")), "batch": BATCH, "rows": rows}
     given.out.write_text(json.dumps(result, indent=2) + "\n")
     for one in rows:

@@ -385,7 +385,7 @@ def _tell(answer: dict[str, Any]) -> None:
         listed.add_row(
             row["execution"],
             number(row["milliseconds"], ".3g"),
-            f"{low:.3g} - {high:.3g}",
+            f"{low:.3g}-{high:.3g}",
             number(row["speedup"], ".2f"),
             *(number(part, ".3g") for part in parts),
             f"{100 * row['overlap']:.0f} %",

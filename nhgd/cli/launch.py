@@ -149,6 +149,7 @@ def _read(pipe: Any, into: bytearray, aloud: bool) -> None:
         if aloud:
             sys.stderr.buffer.write(chunk)
             sys.stderr.flush()
+    pipe.close()
 
 
 def _watch(members: Sequence[Member]) -> int:
