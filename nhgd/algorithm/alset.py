@@ -63,7 +63,7 @@ class ALSET(AbstractAlgorithm):
     def step(self, stage: Stage, state: ALSETState) -> tuple[ALSETState, StepInfo]:
         """One outer step."""
         losses = [stage.inner_step() for _ in range(stage.settings.inner_steps)]
-        sample = draw(stage, self.estimator, self.K - 1)
+        sample = draw(stage, self.estimator, self.K - 1, hold=False)
         found, phi = scaled(stage, sample, self.phi, state.phi)
         norm = stage.move_v(found.leaves)
         notes = {"products": sample.products, "phi": phi}

@@ -87,7 +87,7 @@ class BSA(AbstractAlgorithm):
             # Only the latest batches are kept for diagnosis: the loops grow without bound, and memory must not.
             while len(stage.recent) > stage.settings.inner_steps:
                 stage.recent.popleft()
-        sample = draw(stage, self.estimator, self.K - 1)
+        sample = draw(stage, self.estimator, self.K - 1, hold=False)
         found, phi = scaled(stage, sample, self.phi, state.phi)
         norm = stage.move_v(found.leaves)
         notes = {"inner_steps": count, "products": sample.products, "phi": phi}
