@@ -38,13 +38,13 @@ def bound(kind: str, sets: LabelSets, l2: float) -> dict[str, Any]:
     began = time.perf_counter()
     model = softmax_classifier(sets.train.x, CLASSES)
     if kind == "trusted":
-        norm = fit(model, sets.trusted, l2, 1e-3)
+        norm = fit(model, sets.trusted, l2, 3e-3)
     else:
         x, y = torch.cat([sets.train.x, sets.trusted.x]), torch.cat([sets.train.y, sets.trusted.y])
         weights = torch.ones_like(x[:, 0])
         if kind == "perfect":
             weights[: len(sets.wrong)] = (~sets.wrong).to(weights)
-        norm = fit(model, Split(x, y), l2, 1e-3, weights)
+        norm = fit(model, Split(x, y), l2, 3e-3, weights)
     with torch.no_grad():
         found = accuracy(model(sets.test.x), sets.test.y)
     return {"metrics": {"test_accuracy": found}, "gradient": norm, "seconds": time.perf_counter() - began}

@@ -833,7 +833,7 @@ TASKS: list[TaskCase] = [
     TaskCase(lambda: Quadratic.preset("quick")),
     TaskCase(lambda: L2.preset("quick"), "nhgd"),
     TaskCase(
-        lambda: Cleaning.preset("quick").with_settings({"weights": "clip", "momentum": 0.0}),
+        lambda: Cleaning.preset("quick").with_settings({"weights": "clip", "momentum": 0.0, "start": None}),
         "nhgd",
         tol=3e-3,
         label="clip",

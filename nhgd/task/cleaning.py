@@ -102,7 +102,8 @@ class Cleaning(AbstractTask):
     name: ClassVar[str] = "cleaning"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
-        "quick": {"dataset": "digits", "train": 300, "trusted": 100, "evaluation": 100},
+        # It starts too trustful, so that even a few steps have something to learn.
+        "quick": {"dataset": "digits", "train": 300, "trusted": 100, "evaluation": 100, "start": 0.95},
         "paper": {
             "dataset": "mnist",
             "noise": 0.5,
@@ -326,7 +327,7 @@ class Cleaning(AbstractTask):
             summary,
             full_inner,
             full_outer,
-            lambda: training.solve(1e-3 if self.dtype == "float32" else 1e-6),
+            lambda: training.solve(3e-3 if self.dtype == "float32" else 1e-6),
             sets,
             {} if self.batches is None else {"batches": self.batches},
             {"nhgd": suited(problem)},
