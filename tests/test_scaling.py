@@ -114,8 +114,16 @@ def test_constants_are_read_from_a_measurement_of_streams():
 
 
 def test_all_tables_can_be_made(tmp_path):
-    (tmp_path / "constants-cpu.json").write_text(json.dumps({"machine": vars(MACHINE)}))
-    found = scaling.tables([*scaling.read_machines(tmp_path), MACHINE])
+    rates = {key: value for key, value in vars(MACHINE).items() if key not in ("name", "submit")}
+    (tmp_path / "constants-cpu.json").write_text(json.dumps({"rates": rates}))
+    took = [
+        {"execution": name, "submit_microseconds": took}
+        for name, took in (("inline", 99), ("thread", 20), ("device", 30))
+    ]
+    (tmp_path / "submit-beside-cpu.json").write_text(json.dumps({"rows": took}))
+    (cpu,) = scaling.read_machines(tmp_path)
+    assert cpu == replace(MACHINE, name="two CPU cores", submit=1e-6 * 30)
+    found = scaling.tables([cpu, MACHINE])
     assert {"counts", "constants", "second-gpu", "strong-mlp", "weak-mlp", "strong-transformer"} <= set(found)
     for table in found.values():
         lines = table.splitlines()
