@@ -343,7 +343,7 @@ def test_whether_a_file_is_packed_is_told_by_its_content():
         assert np.array_equal(found.test_labels, usual.test_labels)
 
 
-@pytest.mark.parametrize("rate", ["1.5", "-0.1", "nan", "inf"])
+@pytest.mark.parametrize("rate", ["1", "1.5", "-0.1", "nan", "inf"])
 def test_a_noise_rate_outside_its_range(rate):
     sentence = refusal(*RUNS["cleaning"], "--set", f"noise={rate}")
     assert "noise" in sentence
