@@ -55,7 +55,7 @@ def _weights(axes: Any, weights: Tensor, sets: LabelSets) -> None:
     suspect = weights < 0.5
     for x, side, words, wrong_there, right_there in (
         (0.13, "left", "suspect", suspect & sets.wrong, suspect & ~sets.wrong),
-        (0.86, "right", "believed", ~suspect & sets.wrong, ~suspect & ~sets.wrong),
+        (0.56, "left", "believed", ~suspect & sets.wrong, ~suspect & ~sets.wrong),
     ):
         counts = f"{int(wrong_there.sum())} wrong\n{int(right_there.sum())} right"
         axes.text(x, 0.62, f"{words}:\n{counts}", ha=side, va="top", fontsize=10, transform=axes.transAxes)
