@@ -273,11 +273,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default="kill-curvature,kill-inner,pause,cut")
     given = parser.parse_args()
-    random.seed(given.seed)
     rows: list[dict[str, Any]] = json.loads(given.out.read_text())["trials"] if given.out.exists() else []
     for kind in given.kinds.split(","):
         done = sum(row["trial"] == kind for row in rows)
         for number in range(done, given.times):
+            random.seed(f"{given.seed} {kind} {number}")
             world = 2 if number % 2 else 3  # one inner rank, or two that share the batches
             moment = random.uniform(0, 10) if number % 4 == 0 else None
             resume = distributed(["workers=2", "curvature_ranks=2"]) if number % 10 == 9 else []

@@ -1,8 +1,9 @@
 """Messages between processes, over point-to-point sends of torch.distributed.
 
-A message is a head of five numbers, and a body if there is one: text in JSON, then the bytes of tensors. Lanes are
-independent of each other and keep their order. A daemon thread for each incoming lane waits for the next message, so that
-the main thread only ever waits in Python, where Ctrl-C and the news of a lost process reach it.
+A message is an envelope with a head of six numbers, text in JSON, and the bytes of tensors; what is too large for an
+envelope follows it. Empty envelopes lie ready at the receiver, because gloo sends nothing that is not waited for. Lanes
+are independent of each other and keep their order. A daemon thread for each incoming lane waits for the next message, so
+that the main thread only ever waits in Python, where Ctrl-C and the news of a lost process reach it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,10 @@ from nhgd.errors import RunError
 from nhgd.execution.packing import from_bytes, shapes, to_bytes
 from nhgd.execution.pulse import Pulse
 
-HEAD = 5  # numbers: kind, a number of the sender's, bytes of text, of tensors, of tensors on the GPU's own wire
+HEAD = 6  # numbers: kind, a number of the sender's, bytes of text, of tensors here, of tensors that follow, and how
+ENVELOPE = 2**18  # bytes
+READY = 4  # envelopes
+BESIDE, ON_DEVICE = 1, 2  # how tensors follow: on gloo, or on the GPU's own wire
 SILENT = 9  # a lane on which nothing is sent: it only breaks when the other is gone
 FOREVER = timedelta(days=1000)  # gloo breaks the whole group when a wait times out, and an idle lane is no fault
 
@@ -62,7 +67,9 @@ class Channel:
         self.changed = threading.Condition()
         self.inbox: dict[Lane, deque[Message]] = {}
         self._out: dict[Lane, deque[tuple[int, Any]]] = {}
-        self._threads: list[threading.Thread] = []
+        self._outbox: SimpleQueue[Any] = SimpleQueue()
+        self._posted = self._delivered = 0
+        self._threads = [threading.Thread(target=self._deliver, name="nhgd sender", daemon=True)]
         self._ended = False
         self.failure: str | None = None
         self._left: set[int] = set()
@@ -71,6 +78,7 @@ class Channel:
         for other in range(group.size()):
             if other != rank:
                 self.listen(other, SILENT)
+        self._threads[0].start()
 
     def listen(self, source: int, tag: int, device: torch.device | None = None) -> Lane:
         """Receive what another process sends on a lane; bodies on the GPU's own wire come to `device`."""
@@ -106,28 +114,60 @@ class Channel:
         mark: int = 0,
     ) -> int:
         """As `send`, with everything in bytes already, which must not change any more."""
-        lane = Lane(self._rank, target, tag)
-        works = self._out.setdefault(lane, deque())
+        works = self._out.setdefault(Lane(self._rank, target, tag), deque())
         on_device = data is not None and data.is_cuda and self._device_group is not None
         if data is not None and data.is_cuda and not on_device:
             data = data.cpu()
         size = 0 if data is None else data.numel()
-        length = 0 if text is None else text.numel()
-        head = torch.tensor([kind, number, length, 0 if on_device else size, size if on_device else 0])
-        bodies = [head]
-        if text is not None and length:
-            bodies.append(text)
-        if data is not None and size and not on_device:
-            bodies.append(data)
+        length = 0 if text is None else -(-text.numel() // 16) * 16  # numbers after it stand where they may
+        inside = not on_device and 8 * HEAD + length + size <= ENVELOPE
+        follows = 0 if inside or not size else ON_DEVICE if on_device else BESIDE
+        numbers = [kind, number, length, size if inside else 0, 0 if inside else size, follows]
+        parts = [torch.tensor(numbers).view(torch.uint8)]
+        if text is not None:
+            parts += [text, torch.full((length - text.numel(),), 32, dtype=torch.uint8)]
+        if data is not None and inside:
+            parts.append(data)
         try:
-            for body in bodies:
-                works.append((mark, self._group.send([body], target, tag)))
-            if on_device and size:
+            works.append((mark, self._group.send([torch.cat(parts)], target, tag)))
+            if follows == BESIDE:
+                works.append((mark, self._group.send([data], target, tag + 100)))
+            elif follows == ON_DEVICE:
                 works.append((mark, self._device_group.send([data], target, 0)))
         except RuntimeError:
             self._broken(target)
             self.check()
         return size
+
+    def post(
+        self,
+        target: int,
+        tag: int,
+        kind: int,
+        number: int = 0,
+        text: Tensor | None = None,
+        tensors: Sequence[Tensor] = (),
+        mark: int = 0,
+    ) -> None:
+        """As `send`, from a thread that does nothing else; the tensors must not change in the meantime, and that is checked."""
+        self._posted += 1
+        versions = [t._version for t in tensors]
+        self._outbox.put((target, tag, kind, number, text, tensors, mark, versions))
+
+    def _deliver(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            target, tag, kind, number, text, tensors, mark, versions = message
+            data = to_bytes(tensors) if tensors else None
+            if [t._version for t in tensors] != versions:
+                self.fail(
+                    "A tensor of an inner step was changed in place while its record was on its way. Let inner() and the loader"
+                    " make new tensors, or set max_lag=0."
+                )
+            try:
+                self.send_packed(target, tag, kind, number, text, data, mark)
+            except RunError:
+                return  # who waits will hear of it
+            self._delivered += 1
 
     def arrived(self, target: int, tag: int, mark: int) -> None:
         """Messages on a lane up to this mark have arrived: let go of their memory."""
@@ -137,10 +177,12 @@ class Channel:
 
     def flush(self, patience: float) -> bool:
         """Wait until everything sent has arrived, for so many seconds."""
+        deadline = time.monotonic() + patience
+        while self._delivered < self._posted and time.monotonic() < deadline and self.failure is None:
+            time.sleep(0.001)
         works = [work for sent in self._out.values() for _, work in sent]
         waiting = threading.Thread(target=_wait_for, args=(works,), daemon=True)
         waiting.start()
-        deadline = time.monotonic() + patience
         while waiting.is_alive() and time.monotonic() < deadline and self.failure is None:
             waiting.join(0.05)
         return not waiting.is_alive()
@@ -184,6 +226,7 @@ class Channel:
     def close(self) -> None:
         """End the threads. Nothing may be on its way any more."""
         self._ended = True
+        self._outbox.put(None)
         if self.failure is None:
             self._threads += [thread for thread in (self.interrupts[0](),) if thread is not None]
         for thread in self._threads:
@@ -200,36 +243,35 @@ class Channel:
             self.fail(why)
 
     def _receive(self, lane: Lane, device: torch.device | None) -> None:
+        ready: deque[tuple[Tensor, Any]] = deque()
         try:
             while True:
-                message = self._next(lane, device)
+                while len(ready) < (1 if lane.tag == SILENT else READY):
+                    envelope = torch.empty(ENVELOPE, dtype=torch.uint8)
+                    ready.append((envelope, self._group.recv([envelope], lane.source, lane.tag)))
+                envelope, work = ready.popleft()
+                work.wait()
+                message = self._opened(envelope, lane, device)
                 with self.changed:
                     self.inbox[lane].append(message)
                     self.changed.notify_all()
         except RuntimeError:
             self._broken(lane.source)
 
-    def _next(self, lane: Lane, device: torch.device | None) -> Message:
-        head = torch.empty(HEAD, dtype=torch.int64)
-        self._wait_for(lane, head)
-        kind, number, length, size, on_device = head.tolist()
-        text: dict[str, Any] = {}
-        layout: list[Any] = []
-        if length:
-            content = torch.empty(length, dtype=torch.uint8)
-            self._wait_for(lane, content)
-            text, layout = json.loads(content.numpy().tobytes())
-        data = torch.empty(size, dtype=torch.uint8)
-        if size:
-            self._wait_for(lane, data)
-        if on_device:
-            data = torch.empty(on_device, dtype=torch.uint8, device=device)
-            self._device_group.recv([data], lane.source, 0).wait()
-            torch.cuda.synchronize(device)
+    def _opened(self, envelope: Tensor, lane: Lane, device: torch.device | None) -> Message:
+        kind, number, length, size, beside, follows = envelope[: 8 * HEAD].view(torch.int64).tolist()
+        place = 8 * HEAD + length
+        text, layout = json.loads(envelope[8 * HEAD : place].numpy().tobytes()) if length else ({}, [])
+        data = envelope[place : place + size]
+        if follows:
+            where = device if follows == ON_DEVICE else None
+            data = torch.empty(beside, dtype=torch.uint8, device=where)
+            if follows == ON_DEVICE:
+                self._device_group.recv([data], lane.source, 0).wait()
+                torch.cuda.synchronize(device)
+            else:
+                self._group.recv([data], lane.source, lane.tag + 100).wait()
         return Message(kind, number, text, from_bytes(layout, data) if layout else [data], data.numel())
-
-    def _wait_for(self, lane: Lane, buffer: Tensor) -> None:
-        self._group.recv([buffer], lane.source, lane.tag).wait()
 
 
 def interrupt(group: Any, rank: int) -> threading.Thread | None:

@@ -19,7 +19,7 @@ from nhgd.execution.division import Division
 from nhgd.execution.elsewhere import learner, standing_in
 from nhgd.execution.inline import Inline
 from nhgd.execution.membership import Membership, join
-from nhgd.execution.packing import shapes, to_bytes, unpacked
+from nhgd.execution.packing import shapes, size_of, to_bytes, unpacked
 from nhgd.execution.protocol import Tag, Word, heard
 from nhgd.execution.roles import Roles, check_counts
 from nhgd.execution.serving import Serving
@@ -68,7 +68,8 @@ class Distributed(AbstractExecutor):
         self._lanes: list[Lane] = []
         self._replies: list[deque[Message]] = []
         self._credits: list[int] = []
-        self._layouts: dict[Any, int] = {}
+        self._layouts: dict[Any, tuple[int, int]] = {}  # the number and the size of each form of a record
+        self._moving: set[int] = set()
         self._messages = 0  # sent on the lane of records
         self._received = 0  # bytes that the curvature ranks had from the other inner ranks
 
@@ -108,6 +109,9 @@ class Distributed(AbstractExecutor):
         self.join(theta)
         member = self._here()
         self._inverse, self._theta = inverse, theta
+        for variable in (theta, v):
+            if variable is not None:
+                self._moving |= {leaf.untyped_storage().data_ptr() for leaf in variable.leaves}
         if self._local is not None:
             self._local.start(inverse, theta, v)
             return
@@ -139,8 +143,10 @@ class Distributed(AbstractExecutor):
         for part, keeper in enumerate(member.roles.keepers):
             given = tensors(part) if callable(tensors) else tensors or ()
             told = text(part) if callable(text) else text
-            mark = self.traffic.records + 1
-            self.traffic.bytes_sent += member.channel.send(keeper, Tag.RECORDS, word, told, given, mark=mark)
+            found = shapes(given)
+            content = as_text([told or {}, found]) if told or given else None
+            self.traffic.bytes_sent += size_of(found)
+            member.channel.post(keeper, Tag.RECORDS, word, 0, content, given, self.traffic.records + 1)
 
     def _here(self) -> Membership:
         if self._member is None:
@@ -177,15 +183,18 @@ class Distributed(AbstractExecutor):
             form, tensors = unpacked(self._division.share(record, part))
             if member.rank != 0 and not form[2]:
                 return  # every worker has the whole of it, and one of them is enough
+            tensors = [t.clone() if t.untyped_storage().data_ptr() in self._moving else t for t in tensors]
             key = part, form, tuple((t.dtype, t.shape) for t in tensors)
-            number = self._layouts.get(key)
             text = None
-            if number is None:
-                number = self._layouts[key] = len(self._layouts) + 1
-                text = as_text([{"form": form, "shapes": shapes(tensors)}, []])
-            self.traffic.bytes_sent += member.channel.send_packed(
-                keeper, Tag.RECORDS, Word.RECORD, number, text, to_bytes(tensors), mark=self.traffic.records
-            )
+            if key not in self._layouts:
+                found = shapes(tensors)
+                self._layouts[key] = len(self._layouts) + 1, size_of(found)
+                text = as_text([{"form": form, "shapes": found}, []])
+            number, size = self._layouts[key]
+            self.traffic.bytes_sent += size
+            if tensors and tensors[0].is_cuda:
+                tensors = [to_bytes(tensors)]  # here, on the stream that makes them
+            member.channel.post(keeper, Tag.RECORDS, Word.RECORD, number, text, tensors, self.traffic.records)
         self._messages += 1
 
     def _collect(self) -> bool:
@@ -317,9 +326,8 @@ class Distributed(AbstractExecutor):
         member = self._here()
         found = report() if member.rank == 0 else Report({}, [])
         for keeper in member.roles.keepers:
-            member.channel.send(
-                keeper, Tag.RECORDS, Word.FINISH, found.text, found.tensors, mark=self.traffic.records + 1
-            )
+            content = as_text([found.text, shapes(found.tensors)])
+            member.channel.post(keeper, Tag.RECORDS, Word.FINISH, 0, content, found.tensors, self.traffic.records + 1)
         self._messages += 1
         member.channel.flush(self._timeout)
         member.channel.check()

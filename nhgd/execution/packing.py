@@ -21,14 +21,13 @@ def shapes(tensors: Sequence[Tensor]) -> Shapes:
 
 
 def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """All numbers in one array of bytes, the widest first so that each stands where its kind may stand."""
-    kinds = sorted({t.dtype for t in tensors}, key=lambda kind: (-kind.itemsize, str(kind)))
-    parts = [
-        torch.cat([t.detach().reshape(-1) for t in tensors if t.dtype == kind]).view(torch.uint8) for kind in kinds
-    ]
-    if not parts:
-        return torch.empty(0, dtype=torch.uint8)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    """A copy of all numbers in one array of bytes, the widest first so that each stands where its kind may stand."""
+    kinds = {t.dtype for t in tensors}
+    if len(kinds) == 1:  # as a rule, and in the inner loop
+        return torch.cat([t.reshape(-1) for t in tensors]).view(torch.uint8)
+    order = sorted(kinds, key=lambda kind: (-kind.itemsize, str(kind)))
+    parts = [torch.cat([t.reshape(-1) for t in tensors if t.dtype == kind]).view(torch.uint8) for kind in order]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
 def from_bytes(found: Shapes, data: Tensor) -> list[Tensor]:
