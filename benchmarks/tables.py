@@ -1,10 +1,13 @@
-"""Write the tables of docs/choosing.md, docs/pde.md and docs/distillation.md from the JSON beside them: python -m benchmarks.tables"""
+"""Write the tables of docs/ that hold measurements from the JSON beside them: python -m benchmarks.tables"""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+
+from benchmarks import cleaning as cleaning_presets
+from benchmarks import cleaning_vs_cleanlab
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,8 +75,13 @@ def read(name: str) -> dict:
 
 def main() -> None:
     cleaning = read("cleaning-inverses-h200.json")
+    presets, cleanlab = read("cleaning-mnist-cpu.json"), read("cleaning-vs-cleanlab-cpu.json")
     pages = {
         "docs/choosing.md": {"errors": errors(cleaning), "cost": cost(cleaning)},
+        "docs/cleaning.md": {
+            "presets": "\n".join(cleaning_presets.table(presets["runs"])),
+            "cleanlab": "\n".join(cleaning_vs_cleanlab.table(cleanlab["rows"])),
+        },
         "docs/pde.md": {"pde": pde(read("pde-h200.json")), "pde-quick": pde(read("pde-quick-cpu.json"))},
         "docs/distillation.md": {"distillation": distillation(read("distillation-cpu.json"))},
     }
