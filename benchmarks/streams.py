@@ -149,9 +149,7 @@ def busy(work: Callable[[], Any]) -> float:
         work()
         torch.cuda.synchronize()
     spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in profile.events()
-        if event.device_type.name == "CUDA"
+        (event.time_range.start, event.time_range.end) for event in profile.events() if event.device_type.name == "CUDA"
     )
     total, last = 0.0, 0.0
     for start, end in spans:

@@ -378,7 +378,7 @@ class Stage:
         """A new outer step: the inner clock restarts and the executor is told."""
         self.clock.t = 0
         self.recent.clear()
-        if self.clock.k & (self.clock.k - 1) == 0 and self.clock.k > 0 or self.clock.k % 256 == 255:
+        if (self.clock.k & (self.clock.k - 1) == 0 and self.clock.k > 0) or self.clock.k % 256 == 255:
             self.check_alike()  # often at first, before time is spent on a run that will be refused at its end
         if self.inverse is not None:
             self.executor.begin()
