@@ -49,7 +49,7 @@ def positive(owner: str, **values: float) -> None:
     """
     for name, value in values.items():
         if not _number(value) or not 0 < value < float("inf"):
-            raise InputError(f"{owner}: {name} must be above 0, got {value!r}.")
+            raise InputError(f"{owner}: {name} must be {_finite(value)}above 0, got {value!r}.")
 
 
 def not_negative(owner: str, **values: float) -> None:
@@ -61,7 +61,7 @@ def not_negative(owner: str, **values: float) -> None:
     """
     for name, value in values.items():
         if not _number(value) or not 0 <= value < float("inf"):
-            raise InputError(f"{owner}: {name} must be 0 or more, got {value!r}.")
+            raise InputError(f"{owner}: {name} must be {_finite(value)}0 or more, got {value!r}.")
 
 
 def counted(owner: str, **values: int) -> None:
@@ -78,3 +78,8 @@ def counted(owner: str, **values: int) -> None:
 
 def _number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _finite(value: object) -> str:
+    """A word more for what is above everything."""
+    return "finite and " if value == float("inf") else ""

@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from sklearn.datasets import load_digits
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from typer.testing import CliRunner
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 import nhgd
 from nhgd.cli.program import app
 from nhgd.data.table import Features, read_table
+from nhgd.errors import InputError
 from nhgd.estimators.cleaner import LabelCleaner, NoTrustedSetWarning
 
 QUICK = {"steps": 25, "inner_steps": 10, "random_state": 0}
@@ -182,3 +184,17 @@ def test_missing_cells_are_filled_when_asked(tmp_path):
     with pytest.raises(nhgd.InputError, match="row 2"):
         Features().fit(table, ["a"])
     assert path
+
+
+def test_a_device_and_shares_that_cannot_be_are_sentences():
+    X, y = np.random.default_rng(0).normal(size=(40, 2)), np.arange(40) % 2
+    for settings, sentence in (
+        ({"device": "gpu"}, "There is no device for LabelCleaner called 'gpu'"),
+        ({"held_out": "a"}, "held_out must be above 0 and at most 0.5"),
+        ({"held_out": 0.9}, "held_out must be above 0 and at most 0.5"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            nhgd.LabelCleaner(**settings).fit(X, y)
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="no CUDA device"):
+            nhgd.LabelCleaner(device="cuda").fit(X, y)

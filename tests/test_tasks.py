@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score, precision_score, recall_score, roc_auc_score
+from torch import nn
 
 import nhgd
 from nhgd.data.idx import read_idx, read_images
@@ -561,3 +563,18 @@ def test_text_is_read_as_the_type_of_its_field(text, kind, value):
 def test_text_that_cannot_be_read_is_refused(text, kind):
     with pytest.raises(nhgd.InputError, match="x must be"):
         convert("x", text, kind)
+
+
+def test_a_model_of_ones_own_is_not_thrown_from_where_it_was_solved():
+    """The inner step must suit the curvature where the run begins, not that of the first theta."""
+
+    def network(features, classes):
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, classes)
+        )
+
+    before = torch.get_rng_state()
+    instance = replace(Cleaning.preset("quick"), model=network, start=None).build(0, torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+    history = instance.start(None, 0).run(steps=3).history
+    assert all(row["inner_loss"] < 1.1 * history[0]["inner_loss"] for row in history)

@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def fetch(name: str, folder: Path | None = None, tell: Callable[[float, str], No
                 )
                 found.append(Path(path))
                 break
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, HTTPException) as error:
                 reasons.append(f"{mirror} ({error.__class__.__name__}: {str(error).splitlines()[0]})")
         else:
             raise RunError(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, counted, not_negative
+from nhgd.estimators.device import usable_device
 from nhgd.schedule import Decay
 from nhgd.solve import Solver
 from nhgd.task.softmax import Split, fit, largest_curvature, softmax_classifier
@@ -99,19 +100,21 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         """
         counted("LabelCleaner", steps=self.steps, inner_steps=self.inner_steps, batch_size=self.batch_size)
         not_negative("LabelCleaner", l2=self.l2)
-        for name, value in (("held_out", self.held_out), ("robustness", self.robustness)):
-            if not 0 < value <= (1 if name == "robustness" else 0.5):
-                raise InputError(f"LabelCleaner: {name} is {value}, out of its range.")
-        X, y = validate_data(self, X, y, dtype=np.float64)
+        usable_device("LabelCleaner", self.device)
+        for name, value, most in (("held_out", self.held_out, 0.5), ("robustness", self.robustness, 1.0)):
+            if not (isinstance(value, (int, float)) and 0 < value <= most):
+                raise InputError(f"LabelCleaner: {name} must be above 0 and at most {most}, got {value!r}.")
+        X, y = validate_data(self, X, y, dtype="numeric")
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise InputError("LabelCleaner needs labels of at least two classes, but y has one class only.")
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
+        pieces = [slice(start, start + self.batch_size) for start in range(0, len(X), self.batch_size)]
         with np.errstate(over="ignore", invalid="ignore"):
-            self._center = X.mean(0)
-            deviation = X.std(0)
+            self._center = sum(X[piece].sum(0, dtype=np.float64) for piece in pieces) / len(X)
+            deviation = np.sqrt(sum(np.square(X[piece] - self._center).sum(0) for piece in pieces) / len(X))
         if not np.isfinite(deviation).all():
             raise InputError(
                 f"Feature {int(np.argmin(np.isfinite(deviation)))} of X holds numbers too large to compute with. Rescale it, or"
@@ -180,7 +183,10 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         return X, codes
 
     def _tensor(self, X: Array) -> Tensor:
-        rows = torch.as_tensor((X - self._center) / self._scale, dtype=torch.float32, device=self.device)
+        rows = torch.empty(X.shape, dtype=torch.float32, device=self.device)
+        for start in range(0, len(X), self.batch_size):
+            piece = slice(start, start + self.batch_size)
+            rows[piece] = torch.as_tensor((X[piece] - self._center) / self._scale, dtype=torch.float32)
         if not bool(torch.isfinite(rows).all()):
             row = int(torch.isfinite(rows).all(1).int().argmin())
             raise InputError(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, counted, positive, unknown
+from nhgd.estimators.device import usable_device
 from nhgd.schedule import Decay
 from nhgd.solve import Row, Solver
 from nhgd.task.classifier import Architecture, trained
@@ -138,6 +139,7 @@ class DatasetDistiller(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  #
     def _check(self) -> None:
         counted("DatasetDistiller", per_class=self.per_class, batch_size=self.batch_size)
         positive("DatasetDistiller", l2=self.l2, lr=self.lr)
+        usable_device("DatasetDistiller", self.device)
         if self.steps is None and self.budget is None:
             raise InputError("DatasetDistiller needs to know when to stop: steps=300 or budget='60s'.")
         if self.scale not in SCALES:

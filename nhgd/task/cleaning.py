@@ -261,14 +261,16 @@ class Cleaning(AbstractTask):
         full_outer = (judge.x, judge.y)
         inner_data = Data(everything.x, everything.y, batch=self.batch)
         inner_lr = self._inner_lr(problem, everything.x, inner_data, seed)
+        warm_up = self.warm_up if self.warm_up is not None else "solved" if weighting.by_loss else 0
+        if warm_up == "solved":
+            training.start_solved()
+            if self.model != "linear":  # a step that suits the first theta may be too long where the run begins
+                inner_lr = min(inner_lr, self._inner_lr(problem, everything.x, inner_data, seed))
         inner: dict[str, Any] = {
             "inner_lr": Decay(inner_lr, final=0.1, hold=0.3) if self.momentum else inner_lr,
             "inner_optimizer": momentum(self.momentum) if self.momentum else None,
         }
-        warm_up = self.warm_up if self.warm_up is not None else "solved" if weighting.by_loss else 0
-        if warm_up == "solved":
-            training.start_solved()
-        elif isinstance(warm_up, int) and warm_up:
+        if isinstance(warm_up, int) and warm_up:
             training.start_from_trusted()
             with Randomness(seed, device).scope():
                 stage = Stage(problem, inner_data, [full_outer], Settings(**inner), Inline())
@@ -342,8 +344,10 @@ class Cleaning(AbstractTask):
         if not isinstance(model, nn.Module):
             raise InputError(f"cleaning: model must return an nn.Module, but it returned a {type(model).__name__}.")
         model = model.to(x.device, x.dtype)
-        with torch.no_grad():
-            shape = tuple(model(x[:2]).shape)
+        mode = model.training
+        with Randomness(seed, x.device).scope(), torch.no_grad():
+            shape = tuple(model.eval()(x[:2]).shape)
+        model.train(mode)
         if shape != (2, CLASSES):
             raise InputError(
                 f"cleaning: the model must turn samples (B, {x.shape[1]}) into scores (B, {CLASSES}), but two samples gave"
