@@ -59,11 +59,13 @@ class Channel:
         group: a gloo process group of everybody, whose waits never time out.
         rank: of this process in it.
         pulse: who is alive.
-        device_group: an NCCL group of everybody, for tensors on a GPU, or None.
+        device_group: an NCCL group of everybody, for tensors on a GPU, or None. It knows no lanes, so one alone may use it.
+        device_tag: of that lane.
     """
 
-    def __init__(self, group: Any, rank: int, pulse: Pulse, device_group: Any = None) -> None:
-        self._group, self._rank, self._pulse, self._device_group = group, rank, pulse, device_group
+    def __init__(self, group: Any, rank: int, pulse: Pulse, device_group: Any = None, device_tag: int = 0) -> None:
+        self._group, self._rank, self._pulse = group, rank, pulse
+        self._device_group, self._device_tag = device_group, device_tag
         self.changed = threading.Condition()
         self.inbox: dict[Lane, deque[Message]] = {}
         self._out: dict[Lane, deque[tuple[int, Any]]] = {}
@@ -115,7 +117,7 @@ class Channel:
     ) -> int:
         """As `send`, with everything in bytes already, which must not change any more."""
         works = self._out.setdefault(Lane(self._rank, target, tag), deque())
-        on_device = data is not None and data.is_cuda and self._device_group is not None
+        on_device = data is not None and data.is_cuda and self._device_group is not None and tag == self._device_tag
         if data is not None and data.is_cuda and not on_device:
             data = data.cpu()
         size = 0 if data is None else data.numel()
@@ -155,6 +157,13 @@ class Channel:
         self._outbox.put((target, tag, kind, number, text, tensors, mark, versions))
 
     def _deliver(self) -> None:
+        try:
+            with torch.no_grad():
+                self._deliver_all()
+        except Exception as error:  # a thread that ended without a word would leave everybody waiting
+            self.fail(f"A record could not be sent ({type(error).__name__}: {error}).")
+
+    def _deliver_all(self) -> None:
         while (message := self._outbox.get()) is not None:
             target, tag, kind, number, text, tensors, mark, versions = message
             data = to_bytes(tensors) if tensors else None
@@ -257,6 +266,8 @@ class Channel:
                     self.changed.notify_all()
         except RuntimeError:
             self._broken(lane.source)
+        except Exception as error:  # a thread that ended without a word would leave everybody waiting
+            self.fail(f"A message of rank {lane.source} could not be read ({type(error).__name__}: {error}).")
 
     def _opened(self, envelope: Tensor, lane: Lane, device: torch.device | None) -> Message:
         kind, number, length, size, beside, follows = envelope[: 8 * HEAD].view(torch.int64).tolist()

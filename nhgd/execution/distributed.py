@@ -141,7 +141,7 @@ class Distributed(AbstractExecutor):
             return
         self._messages += 1
         for part, keeper in enumerate(member.roles.keepers):
-            given = tensors(part) if callable(tensors) else tensors or ()
+            given = [t.cpu() for t in (tensors(part) if callable(tensors) else tensors or ())]
             told = text(part) if callable(text) else text
             found = shapes(given)
             content = as_text([told or {}, found]) if told or given else None
@@ -272,7 +272,10 @@ class Distributed(AbstractExecutor):
             parts = self._request(Word.DIAGONAL, {"marked": marked}, overtake=marked)
             text["damping"] = resolve_damping(None, ridge, sum(message.text["mean"] for message in parts))
         found = self._request(
-            Word.SOLVE, text, lambda part: [self._division.gather(u.detach(), part), ridge.detach()], overtake=marked
+            Word.SOLVE,
+            text,
+            lambda part: [self._division.gather(u.detach(), part).cpu(), ridge.detach().cpu()],
+            overtake=marked,
         )
         x = self._division.scatter([message.tensors[0] for message in found])
         told = found[0].text
@@ -324,7 +327,8 @@ class Distributed(AbstractExecutor):
         if self._member is None:
             return
         member = self._here()
-        found = report() if member.rank == 0 else Report({}, [])
+        text, tensors = report() if member.rank == 0 else Report({}, [])
+        found = Report(text, [t.cpu() for t in tensors])
         for keeper in member.roles.keepers:
             content = as_text([found.text, shapes(found.tensors)])
             member.channel.post(keeper, Tag.RECORDS, Word.FINISH, 0, content, found.tensors, self.traffic.records + 1)
@@ -371,6 +375,8 @@ class Distributed(AbstractExecutor):
         """Leave the others."""
         member, self._member = self._member, None
         if member is not None:
+            if member.pulse.engaged:  # nobody finished: the others must not take this for the end
+                member.pulse.say("it left before the run was finished.")
             member.leave()
 
 

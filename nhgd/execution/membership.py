@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from nhgd.errors import InputError, NhgdError, RunError
 from nhgd.execution.channel import FOREVER, Channel, interrupt
+from nhgd.execution.protocol import Tag
 from nhgd.execution.pulse import Pulse
 from nhgd.execution.roles import Roles
 
@@ -101,7 +102,7 @@ def join(workers: int | None, curvature: int, timeout: float, device: torch.devi
         return wire, nccl, team
 
     wire, nccl, team = _interruptible(groups, pulse)
-    channel = Channel(wire, rank, pulse, nccl)
+    channel = Channel(wire, rank, pulse, nccl, Tag.RECORDS)
     if team is not None and rank < roles.workers:
         channel.interrupts.append(lambda: interrupt(team, rank))
     return Membership(roles, rank, pulse, channel, team, _store(dist.distributed_c10d._get_default_store()))

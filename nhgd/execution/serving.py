@@ -152,7 +152,7 @@ class Serving:
         text |= {"records": self._records, "seconds": self._seconds, "received": self._received}
         self._credited = self._records
         for inner in targets:
-            self._channel.send(inner, Tag.REPLIES, Word.REPLY, text, tensors, mark=self._answers)
+            self._channel.send(inner, Tag.REPLIES, Word.REPLY, text, [t.cpu() for t in tensors], mark=self._answers)
 
     def _found(self, request: Message) -> tuple[dict[str, Any], list[Tensor]]:
         if request.kind == Word.SOLVE:
