@@ -179,8 +179,9 @@ class Solver:
         self._broken_off: Run | None = None
         self._keeper: Keeper | None = None
         if checkpoint is not None:
-            self._keeper = Keeper(checkpoint, *every, self.stage, self.algorithm, self._state, given)
-            self._keeper.rehearse(self.stage, self._state, self._rest())
+            with self._in_company():
+                self._keeper = Keeper(checkpoint, *every, self.stage, self.algorithm, self._state, given)
+                self._keeper.rehearse(self.stage, self._state, self._rest())
 
     @classmethod
     def resume(

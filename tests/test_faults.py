@@ -71,7 +71,7 @@ def test_the_ranks_end_with_the_one_that_started_them(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["kill", "pause"])
 def test_any_rank_may_be_harmed_at_any_moment(kind, rank):
-    row = harmed(kind, rank=rank, world=3, moment=None, timeout=TIMEOUT, resume=distributed(["curvature_ranks=2"]))
+    row = harmed(kind, rank=rank, world=3, moment=None, timeout=TIMEOUT, resume=distributed(["workers=2"]))
     assert good(row), row
 
 

@@ -161,6 +161,8 @@ def _launched(arguments: list[str], roles: Roles, restarts: int, checkpoint: Pat
     except RunError as error:
         known = "" if checkpoint is None or "checkpoint" in str(error) else last_kept(checkpoint)
         raise RunError(f"{error}{known}") from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("" if checkpoint is None else last_kept(checkpoint).strip()) from None
 
 
 def _check_restarts(restarts: int, execution: str, resume: bool) -> None:

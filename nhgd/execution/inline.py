@@ -30,6 +30,11 @@ class Inline(AbstractExecutor):
             self.team = team
             self.traffic.processes = team.size
 
+    @property
+    def leads(self) -> bool:
+        """Of a team the first worker speaks for all."""
+        return self.team.rank == 0
+
     def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
         """Make the first state."""
         self._inverse = inverse
