@@ -94,7 +94,7 @@ def _usage(error: Any) -> str:
 
 def _fail(sentence: str, code: int, given: list[str]) -> int:
     print(f"Error: {sentence}", file=sys.stderr)
-    if "--json" in given:
+    if "--json" in given and os.environ.get("RANK", "0") == "0":  # of several processes one speaks
         print(json.dumps({"error": sentence}))
     return code
 
