@@ -280,7 +280,7 @@ def main() -> None:
             random.seed(f"{given.seed} {kind} {number}")
             world = 2 if number % 2 else 3  # one inner rank, or two that share the batches
             moment = random.uniform(0, 10) if number % 4 == 0 else None
-            resume = distributed(["workers=2", "curvature_ranks=2"]) if number % 10 == 9 else []
+            resume = distributed(["workers=2"]) if number % 10 == 9 else []
             if kind == "cut":
                 row = cut_off(random.uniform(0, 3), given.timeout)
             elif kind == "pause":
