@@ -324,3 +324,16 @@ def test_what_the_call_refuses() -> None:
     bad = (batch[0] * float("nan"), *batch[1:])
     with pytest.raises(nhgd.InputError, match=r"The inner batch holds nan or inf: tensor \[0\], row 0"):
         nhgd.hypergradient(problem, bad, outer_batch)
+
+
+def test_a_hypergradient_that_is_no_number_is_refused_by_a_sentence():
+    """float32 ends at 3.4e38: the inner Hessian is 1e-38, and grad_theta f is 1e30."""
+    problem = nhgd.Bilevel(
+        inner=lambda theta, v, x: 0.5e-38 * (theta - v).square().expand(len(x)),
+        outer=lambda theta, v, x: 1e30 * theta,
+        theta=torch.tensor(1.0),
+        v=torch.tensor(1.0),
+    )
+    batch = torch.zeros(4)
+    with pytest.raises(nhgd.errors.NonFiniteError, match=r"hypergradient by exact holds nan or inf\. Train"):
+        nhgd.hypergradient(problem, batch, batch, inverse="exact")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import reiterable
-from nhgd.errors import InputError
+from nhgd.errors import InputError, NonFiniteError
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
 from nhgd.hypergradients.implicit import Implicit, implicit
 from nhgd.hypergradients.unrolled import Unrolled
@@ -69,7 +71,14 @@ def hypergradient(
     outer_batch = move(outer_batch, device)
     problem.validate(batches[0], outer_batch)
     found = resolve_inverse("cg" if inverse is None else inverse)
-    return chosen.estimate(problem, batches, outer_batch, found, seed)
+    made = chosen.estimate(problem, batches, outer_batch, found, seed)
+    if not all(bool(torch.isfinite(leaf).all()) for leaf in made.leaves):
+        by = found.name if chosen.inverts else chosen.name
+        raise NonFiniteError(
+            f"The hypergradient by {by} holds nan or inf. Train the inner problem further, add l2, or use another inverse, such"
+            " as cg; nhgd.check compares them."
+        )
+    return made
 
 
 __all__ = [
