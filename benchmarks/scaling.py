@@ -87,8 +87,8 @@ class Net:
         return NUMBER * self.parameters
 
     def answer_bytes(self) -> int:
-        """u there and x back, once for each outer step."""
-        return 2 * NUMBER * self.parameters
+        """u and the ridge there and x back, once for each outer step."""
+        return NUMBER * (2 * self.parameters + 1)
 
     def factor_numbers(self, layers: Sequence[Layer] | None = None) -> int:
         chosen = self.layers if layers is None else layers

@@ -31,12 +31,12 @@ class BatchGradient:
     """The mean gradient of one batch as one row.
 
     `row` (D,) is sqrt(B / w) times the gradient without the ridge, so that its outer product estimates F near an inner
-    optimum; `raw` (D,) is the gradient as the optimiser saw it, ridge included and unscaled. A record of kind "raw" has no
-    `row`: it is made whatever the weights, where `row` needs equal ones.
+    optimum; `raw` (D,) is the gradient as the optimiser saw it, ridge included and unscaled. A record of kind "batch" has
+    `row` alone, which needs equal weights; one of kind "raw" has `raw`, whatever the weights.
     """
 
     row: Tensor | None
-    raw: Tensor
+    raw: Tensor | None
     samples: int
 
 
@@ -122,8 +122,8 @@ InnerRecord: TypeAlias = BatchGradient | PerSampleGradients | LayerStatistics
 def mapped(record: InnerRecord, function: Callable[[Tensor], Tensor]) -> InnerRecord:
     """The same record with `function` applied to every tensor it holds, in the order of `tensors`."""
     if isinstance(record, BatchGradient):
-        row = None if record.row is None else function(record.row)
-        return replace(record, row=row, raw=function(record.raw))
+        row, raw = (None if t is None else function(t) for t in (record.row, record.raw))
+        return replace(record, row=row, raw=raw)
     if isinstance(record, PerSampleGradients):
         return replace(record, rows=function(record.rows))
     return replace(
@@ -145,9 +145,9 @@ def mapped(record: InnerRecord, function: Callable[[Tensor], Tensor]) -> InnerRe
 def tensors(record: InnerRecord) -> Iterator[Tensor]:
     """Every tensor of a record. Nothing is made on the way: this is done at every inner step."""
     if isinstance(record, BatchGradient):
-        if record.row is not None:
-            yield record.row
-        yield record.raw
+        for tensor in (record.row, record.raw):
+            if tensor is not None:
+                yield tensor
         return
     if isinstance(record, PerSampleGradients):
         yield record.rows

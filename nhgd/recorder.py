@@ -184,7 +184,7 @@ class Recorder:
         if self.kind == "batch":
             weight = self._common_weight(losses, part)
             row = theta.flatten(data) * (0.0 if weight == 0 else (samples / weight) ** 0.5)
-            return BatchGradient(row, _kept(theta.flatten(gradient), gradient), samples)
+            return BatchGradient(row, None, samples)
         layers = [
             layer
             for layer in self._layers(losses, calls, columns, seeds is not None)

@@ -22,7 +22,7 @@ from nhgd.variable import Variable
 class Device(AbstractBeside):
     """On a second device: records go there one way, and at the end of the inner loop u goes and x comes back.
 
-    The state never travels. Copies between two GPUs go directly where one can reach the other's memory and through pinned
+    The state never travels, and `bytes_sent` counts all that does: records, u, the ridge and x. Copies between two GPUs go directly where one can reach the other's memory and through pinned
     memory of the host where not; they run on streams of their own, so that the inner loop does not wait for them.
 
     Args:
@@ -133,7 +133,7 @@ class Device(AbstractBeside):
 
     def _ask(self, state: Any, u: Tensor, ridge: Tensor) -> tuple[Tensor, SolveStats]:
         assert self.device is not None
-        self.traffic.bytes_sent += 2 * u.numel() * u.element_size()
+        self.traffic.bytes_sent += 2 * u.numel() * u.element_size() + ridge.numel() * ridge.element_size()
         if self._side is not None and u.device.type == "cuda":
             self._side.wait_stream(torch.cuda.current_stream(u.device))
         with self._there():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nhgd.record import BatchGradient, InnerRecord, LayerRecord, LayerStatistics, PerSampleGradients
+from nhgd.record import tensors as tensors_of
 
 Shapes = list[Any]  # [dtype, shape] for each tensor
 
@@ -57,13 +58,10 @@ def size_of(found: Shapes) -> int:
 def unpacked(record: InnerRecord) -> tuple[tuple[Any, ...], list[Tensor]]:
     """All of a record but its tensors, as plain values, and the tensors an inverse needs of it.
 
-    Of the gradient of a batch only one of its two forms is ever needed. The third value says whether the record is of one
-    worker's part of a batch, which those of the other workers complete.
+    The third value says whether the record is of one worker's part of a batch, which those of the other workers complete.
     """
     if isinstance(record, BatchGradient):
-        return ("batch", record.samples, False, record.row is not None), [
-            record.raw if record.row is None else record.row
-        ]
+        return ("batch", record.samples, False, record.row is not None), list(tensors_of(record))
     if isinstance(record, PerSampleGradients):
         return ("sample", record.samples, record.parts is not None), [record.rows]
     found: list[Tensor] = []
@@ -86,7 +84,7 @@ def packed(form: Sequence[Any], tensors: Sequence[Tensor]) -> InnerRecord:
     rest = iter(tensors)
     if form[0] == "batch":
         only = next(rest)
-        return BatchGradient(only if form[3] else None, only, form[1])
+        return BatchGradient(only, None, form[1]) if form[3] else BatchGradient(None, only, form[1])
     if form[0] == "sample":
         return PerSampleGradients(next(rest), form[1])
     _, samples, _, layers, other_names, has_others, has_weights = form
