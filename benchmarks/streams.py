@@ -221,20 +221,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--times", type=int, default=15)
+    parser.add_argument("--cases", type=int, nargs="*", help="numbers of the cases to run, from 0; default: all")
     given = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     softmax, mlp = [784, 10], [784, 2048, 2048, 2048, 10]
     literal = FisherDense(form="inverse", update="ema", beta=0.8, records="raw", warm="reset")
     rows: list[dict[str, Any]] = []
-    for name, widths, inverse, batch, times in (
+    cases = [
         ("dense, the paper's rank-one update", softmax, literal, 1024, given.times),
+        ("dense, inverse form, per-sample rows", softmax, FisherDense(form="inverse", warm="reset"), 1024, given.times),
         ("dense, matrix form, per-sample rows", softmax, FisherDense(), 1024, given.times),
         ("dense, matrix form, per-sample rows, batch 256", softmax, FisherDense(), 256, given.times),
         ("K-FAC, MLP, bases beside the loop", mlp, KFAC(invert_every=10, invert_phase=1), 1024, 9),
         ("K-FAC, MLP, bases beside the loop, batch 8192", mlp, KFAC(invert_every=10, invert_phase=1), 8192, 9),
         ("K-FAC, MLP, Cholesky at the solve", mlp, KFAC(solver="cholesky"), 1024, given.times),
         ("K-FAC, MLP, Cholesky at the solve, batch 8192", mlp, KFAC(solver="cholesky"), 8192, given.times),
-    ):
+    ]
+    for index in given.cases or range(len(cases)):
+        name, widths, inverse, batch, times = cases[index]
         try:
             rows.append(measure(name, widths, inverse, batch, 10, times))
         except Exception as error:  # one case that fails must not lose the others

@@ -30,7 +30,7 @@ from nhgd.variable import Given
 Row = dict[str, Any]
 Metrics = Callable[[Any, Any], dict[str, float]]
 # What a row of the history holds that two runs with one seed do not share.
-CLOCKED = ("seconds", "inner_seconds", "curvature_seconds", "waited_seconds", "overlap")
+CLOCKED = ("seconds", "inner_seconds", "curvature_seconds", "waited_seconds", "overlap", "largest_lag")
 _MATERIAL = ("problem", "inner_data", "outer_data")
 
 
@@ -41,8 +41,9 @@ class Solution:
     Attributes:
         v, theta: the objects that were given, trained in place.
         history: one dict for each outer step: step, seconds, outer_loss, inner_loss, hypergradient_norm, the oracle calls so
-            far, and the metrics; and of the executor: lag, inner_seconds, curvature_seconds, waited_seconds, overlap (the
-            part of the curvature's time that the inner loop did not wait for) and bytes_sent.
+            far, and the metrics; and of the executor: lag (records that the curvature of the solve lacked), largest_lag (the
+            most that were outstanding during the inner loop), inner_seconds, curvature_seconds, waited_seconds, overlap
+            (the part of the curvature's time that the inner loop did not wait for) and bytes_sent.
         stats: method, steps, seconds, oracle calls, execution.
         result: why the run ended: "steps", "budget", "plateau", or "stopped" when the caller's own loop ended it.
     """
@@ -280,7 +281,10 @@ class Solver:
                 problem.v.assign(v)
                 for buffer, value in buffers:
                     buffer.copy_(value)
-                raise self._with_last(self._diagnosed(error)) from error
+                cause = self.executor.explained(error)
+                if isinstance(cause, NonFiniteError):
+                    cause = self._diagnosed(cause)
+                raise self._with_last(cause) from error
             except NhgdError as error:
                 raise self._with_last(error) from error.__cause__
             clock.k += 1
@@ -294,6 +298,7 @@ class Solver:
             "inner_loss": info.inner_loss,
             "hypergradient_norm": info.hypergradient_norm,
             "lag": info.lag,
+            "largest_lag": work.largest_lag,
             "inner_seconds": max(0.0, taken - work.waited_seconds),
             "curvature_seconds": work.curvature_seconds,
             "waited_seconds": work.waited_seconds,
@@ -460,7 +465,7 @@ class Solver:
                 "overlap": traffic.overlap,
                 "records": traffic.records,
                 "max_lag": self.executor.max_lag if self.executor.beside else 0,
-                "largest_lag": traffic.largest_lag,
+                "largest_lag": max((row.get("largest_lag", 0) for row in self.history), default=0),
                 "workers": self.stage.team.size,
                 "division": dict(self.stage.division),
             },

@@ -29,6 +29,7 @@ from nhgd.checkpoint.files import newest
 from nhgd.checkpoint.tree import Unkept, expected, pack, unpack
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Nystrom, Refined
 from nhgd.schedule import Decay, Power
+from nhgd.solve import CLOCKED
 from nhgd.task import Quadratic
 from tests import catalogue
 from tests.commands import answer, invoke, refusal
@@ -83,7 +84,7 @@ class Setting:
 
 
 def timeless(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: x for k, x in row.items() if "seconds" not in k and k != "overlap"} for row in history]
+    return [{k: x for k, x in row.items() if k not in CLOCKED} for row in history]
 
 
 def assert_same(whole: nhgd.Solver, expected: Any, continued: nhgd.Solver, found: Any) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -174,3 +177,167 @@ def test_times_are_those_of_the_device():
     for row in solution.history[1:]:
         assert 0 < row["curvature_seconds"] < 1
         assert 0 <= row["overlap"] <= 1
+
+
+LITERAL = FisherDense(form="inverse", update="ema", beta=0.8, records="raw", warm="reset")
+SLOW = 2_000_000_000  # cycles: about a second
+
+
+def loaded(inverse, executor, warm_up=6):
+    """An executor that has met enough records to have a graph, and the means to make more of them."""
+    problem, data, _ = made("cuda")
+    batch = next(iter(data))
+    recorder = Recorder(problem, inverse.records)
+    executor.start(inverse, problem.theta, problem.v)
+    executor.begin()
+    for _ in range(warm_up):
+        executor.submit(recorder.step(batch).record)
+        executor.drain()
+    return problem, batch, recorder
+
+
+def behind(executor):
+    """The side stream has a second of work before all that comes."""
+    with torch.cuda.stream(executor._side):
+        torch.cuda._sleep(SLOW)
+
+
+@pytest.mark.parametrize("inverse", [LITERAL, KFAC()], ids=["launched by the inner loop", "by the thread"])
+def test_a_record_is_outstanding_until_the_device_is_done(inverse):
+    executor = Stream(max_lag=2)
+    _, batch, recorder = loaded(inverse, executor)
+    executor.measured()
+    behind(executor)
+    for _ in range(2):
+        executor.submit(recorder.step(batch).record)  # returns: two may be outstanding
+    assert not executor._side.query()
+    executor.submit(recorder.step(batch).record)  # the first must have been done
+    found = executor.measured()
+    assert found.largest_lag == 2
+    assert found.waited_seconds > 0.1
+    executor.drain()
+    assert executor._side.query()
+    assert executor.snapshot()[0].observed == 9
+    executor.close()
+
+
+def test_the_inner_loop_launches_several_records_itself():
+    executor = Stream(max_lag=8)
+    _, batch, recorder = loaded(LITERAL, executor)
+    behind(executor)
+    for count in range(1, 7):
+        executor.submit(recorder.step(batch).record)
+        assert executor._unfinished == 0  # nothing for the thread
+        assert sum(launched.records for launched in executor._launched) == (0 if count < 5 else 5)
+    solving, state, lag = executor.curvature()  # waits for nothing
+    assert not executor._side.query()
+    assert (solving, lag, state.observed) == (LITERAL, 0, 12)
+    kept = state.matrix.clone()  # the inner stream waits
+    executor.drain()
+    assert torch.equal(kept, executor.snapshot()[0].matrix)
+    assert torch.equal(kept, kept.T)
+    executor.close()
+
+
+@pytest.mark.parametrize("inverse", [LITERAL, KFAC()], ids=["launched by the inner loop", "by the thread"])
+def test_a_tensor_changed_after_the_launch_is_noticed(inverse):
+    executor = Stream()
+    _, batch, recorder = loaded(inverse, executor)
+    behind(executor)
+    record = recorder.step(batch).record
+    executor.submit(record)
+    deadline = time.monotonic() + 20
+    while executor._unfinished and time.monotonic() < deadline:
+        time.sleep(0.01)  # launched by now, and not yet read
+    next(tensors(record)).add_(1)
+    with pytest.raises(nhgd.errors.RunError, match="changed in place"):
+        executor.drain()
+    executor.close()
+
+
+def test_a_stale_copy_waits_for_nothing_that_comes_after_it():
+    class Gated:
+        """An inverse of which a test decides when a record is launched."""
+
+        def __init__(self, inverse):
+            self.inverse, self.gate = inverse, threading.Semaphore(0)
+
+        def __getattr__(self, name):
+            return getattr(self.inverse, name)
+
+        def steady(self, state, record):
+            return None
+
+        def observe(self, state, record):
+            assert self.gate.acquire(timeout=20)
+            if state.observed == 1:
+                torch.cuda._sleep(3 * SLOW)
+            return self.inverse.observe(state, record)
+
+    inverse = Gated(KFAC())
+    executor = Stream(stale=True)
+    problem, data, _ = made("cuda")
+    batch = next(iter(data))
+    recorder = Recorder(problem, "layer")
+    executor.start(inverse, problem.theta, problem.v)
+    for _ in range(2):
+        executor.submit(recorder.step(batch).record)
+    opener = threading.Timer(0.2, inverse.gate.release)  # the first: the copy is made after it
+    opener.start()
+    state, lag = executor.snapshot()
+    assert (state.observed, lag) == (1, 1)
+    inverse.gate.release()
+    deadline = time.monotonic() + 20
+    while executor._side.query() and time.monotonic() < deadline:
+        time.sleep(0.001)  # until the second record is launched
+    torch.cuda.current_stream().record_event().synchronize()
+    assert not executor._side.query()  # the second record is far from done, and the inner stream is not held up
+    executor.drain()
+    assert executor.snapshot()[0].observed == 2
+    executor.close()
+
+
+def test_the_guard_speaks_late_and_in_the_words_of_the_inline_run():
+    said = []
+    problem, data, _ = made("cuda")
+    batch = next(iter(data))
+    for executor in (nhgd.execution.Inline(), Stream()):
+        wound = FisherDense(form="inverse", update="ema", beta=0.2, records="raw", limit=1e6)
+        recorder = Recorder(problem, "raw")
+        executor.start(wound, problem.theta)
+        executor.begin()
+
+        def many(executor=executor, recorder=recorder):
+            for _ in range(40):
+                executor.submit(recorder.step(batch).record)
+            executor.drain()
+
+        with pytest.raises(nhgd.errors.NonFiniteError, match="wound up") as caught:
+            many()
+        said.append(str(caught.value))
+        executor.close()
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("execution", ["inline", "stream"])
+def test_a_run_is_ended_by_the_guard_before_v_moves(execution):
+    wound = FisherDense(form="inverse", update="ema", beta=0.2, records="raw", limit=1e4)
+    problem, inner, outer = made("cuda")
+    solver = nhgd.Solver(problem, inner, outer, method=NHGD(wound), inner_steps=6, inner_lr=0.1, execution=execution)
+    before = problem.v.flat()
+    with pytest.raises(nhgd.errors.NonFiniteError, match=r"Outer step \d+: numbers became .*wound up.*put back"):
+        solver.run(steps=30)
+    assert solver.history or torch.equal(problem.v.flat(), before)
+    solver.close()
+
+
+@pytest.mark.parametrize("update", ["average", "ema"])
+@pytest.mark.parametrize("guard", ["stop", "restart"])
+def test_many_steps_of_the_rank_one_update_equal_inline(update, guard):
+    inverse = FisherDense(form="inverse", update=update, beta=0.8, records="raw", warm="reset", guard=guard)
+    method = NHGD(inverse, batches=2)
+    v, theta, _ = solved("inline", method, steps=20)
+    v2, theta2, solution = solved("stream", method, steps=20)
+    close(v2, v)
+    close(theta2, theta)
+    assert solution.stats["execution"]["records"] == 100

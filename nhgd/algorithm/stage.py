@@ -351,6 +351,7 @@ class Stage:
     def move_v(self, gradient: Sequence[Tensor]) -> float:
         """One projected optimiser step on v along the hypergradient, clipped; its norm before. Non-finite ones are refused."""
         norm = float(torch.stack([g.double().norm() for g in gradient]).norm())
+        self.executor.settle()  # nothing is under way any more, because a number has come from the device
         if norm != norm or norm == float("inf"):
             raise NonFiniteError("the hypergradient")
         clip = self.settings.outer_clip

@@ -27,7 +27,7 @@ class Traffic:
         bytes_sent: between devices or processes.
         curvature_seconds: spent keeping the curvature, wherever that is.
         waited_seconds: for which the inner loop stood still because of it.
-        largest_lag: the most records that were ever outstanding after one was handed over.
+        largest_lag: the most records that were outstanding after one was handed over, since the last reading.
     """
 
     processes: int = 1
@@ -123,7 +123,7 @@ class AbstractExecutor(ABC):
         """The run has failed: the others are told why, so that nobody waits."""
 
     def explained(self, error: NhgdError) -> NhgdError:
-        """The error, or the one behind it where other processes are to blame."""
+        """The error, or the one behind it: of another process, or of curvature that is looked at late."""
         return error
 
     def agreed(self, inverse: AbstractInverse) -> AbstractInverse:
@@ -179,9 +179,14 @@ class AbstractExecutor(ABC):
         state, lag = self.snapshot()
         return Curvature(self.solving, state, lag)
 
+    def settle(self) -> None:  # noqa: B027
+        """Before v moves: raise what the curvature that was solved with had to be refused for, where that is known only now."""
+
     def measured(self) -> Traffic:
-        """What was done so far, as a copy that stays as it is."""
-        return Traffic(**vars(self.traffic))
+        """What was done so far, as a copy that stays as it is; the next reading begins a new largest lag."""
+        found = Traffic(**vars(self.traffic))
+        self.traffic.largest_lag = 0
+        return found
 
     @classmethod
     def summary(cls) -> str:

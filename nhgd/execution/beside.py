@@ -7,14 +7,14 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nhgd.errors import RunError
-from nhgd.execution.base import AbstractExecutor, Traffic
+from nhgd.errors import NhgdError, RunError
+from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
 from nhgd.execution.stopwatch import Stopwatch
 from nhgd.inverse.base import AbstractInverse
 from nhgd.record import InnerRecord, mapped, tensors
@@ -26,11 +26,25 @@ class _Job(NamedTuple):
     is_record: bool
 
 
+class Launched(NamedTuple):
+    """Records that are being folded in on a CUDA device: when that is done, and what is done then.
+
+    `given` are their tensors, which are kept until then, with their versions. `late` makes the state after them, where that
+    takes numbers which the device must give first.
+    """
+
+    done: torch.cuda.Event
+    given: list[tuple[Tensor, int]]
+    records: int = 1
+    late: Callable[[Any], Any] | None = None
+
+
 class AbstractBeside(AbstractExecutor):
     """Records wait in a queue of at most `max_lag`; one thread folds them in, in the order they came.
 
     The order is that of the inline run and each record is folded in by the same code, so the state is the same once
-    drained. What the thread raises is raised in the inner loop, at its next call.
+    drained. What the thread raises is raised in the inner loop, at its next call. On a CUDA device a record is outstanding
+    until its work there is done, not only launched.
     """
 
     def __init__(self, max_lag: int | None = None, stale: bool = False) -> None:
@@ -38,7 +52,8 @@ class AbstractBeside(AbstractExecutor):
         self._changed = threading.Condition()
         self._jobs: deque[_Job] = deque()
         self._unfinished = 0  # jobs, also those that are no records
-        self._lag = 0  # records
+        self._lag = 0  # records that wait for the thread
+        self._launched: deque[Launched] = deque()  # records that the thread has done with, and the device perhaps not
         self._error: BaseException | None = None
         self._ended = False
         self._thread: threading.Thread | None = None
@@ -81,6 +96,10 @@ class AbstractBeside(AbstractExecutor):
         """In the thread: the state after a record."""
         return self._inverse.observe(state, record)
 
+    def _copied(self) -> tuple[Any, Callable[[], None]]:
+        """In the thread: a copy of the state, and how the inner loop's thread waits for it."""
+        return self._state.clone(), lambda: None
+
     @contextmanager
     def _there(self) -> Iterator[None]:
         """The setting of all work on the state, in the thread."""
@@ -110,15 +129,60 @@ class AbstractBeside(AbstractExecutor):
         def work() -> None:
             wait()
             received = self._received(record)
-            with self._busy.running():
+            with self._busy.running() as done:
                 self._state = self._folded(self._state, received)
-            self._check_unchanged(versions)
+            if done is None:
+                self._check_unchanged(versions)
+            else:
+                self._launched.append(Launched(done, versions))
 
-        lag = self._put(_Job(work, is_record=True))
+        self._put(_Job(work, is_record=True))
+        self._hold_back()
+
+    def _hold_back(self) -> None:
+        """Count a record that was handed over, and wait while more than `max_lag` are outstanding."""
         self.traffic.records += 1
+        while self._launched and self._launched[0].late is None and self._launched[0].done.query():
+            self._settle()  # soon, because its memory is kept until then
+        lag = self._outstanding()
         self.traffic.largest_lag = max(self.traffic.largest_lag, min(lag, self.max_lag))
         if lag > self.max_lag:
-            self._wait(lambda: self._lag <= self.max_lag)
+            self._wait(lambda: self._outstanding() <= self.max_lag)
+
+    def _outstanding(self) -> int:
+        """How many records wait for the thread or for the device."""
+        found = self._lag
+        for launched in reversed(tuple(self._launched)):
+            if launched.done.query():
+                break  # and all before it
+            found += launched.records
+        return found
+
+    def settle(self) -> None:
+        """Look at what the device has found by now; nothing is waited for."""
+        while self._launched and self._launched[0].done.query():
+            self._settle()
+
+    def explained(self, error: NhgdError) -> NhgdError:
+        """The error, or what the curvature had to say before it."""
+        if self._error is None:
+            try:
+                self.drain()
+            except NhgdError as earlier:
+                return earlier
+        return error
+
+    def _settle(self) -> None:
+        """Wait until the device has done the oldest records, and look at what it read and found."""
+        launched = self._launched.popleft()
+        launched.done.synchronize()
+        try:
+            self._check_unchanged(launched.given)
+            if launched.late is not None:
+                self._state = launched.late(self._state)
+        except BaseException as error:
+            self._error = error
+            raise
 
     def _moves(self, tensor: Tensor) -> bool:
         """Whether it is a part of theta or v, which will move."""
@@ -131,8 +195,8 @@ class AbstractBeside(AbstractExecutor):
                 " does while the next step runs. Let inner() and the loader make new tensors, or set max_lag=0."
             )
 
-    def _put(self, job: _Job, first: bool = False) -> int:
-        """Queue a job; how many records are outstanding with it."""
+    def _put(self, job: _Job, first: bool = False) -> None:
+        """Queue a job."""
         with self._changed:
             self._raise()
             if self._thread is None:
@@ -144,14 +208,17 @@ class AbstractBeside(AbstractExecutor):
             self._unfinished += 1
             self._lag += job.is_record
             self._changed.notify_all()
-            return self._lag
 
-    def _wait(self, done: Callable[[], bool]) -> None:
+    def _wait(self, done: Callable[[], bool], device: bool = True) -> None:
+        """Until something is done; with `device` records that are being folded in there are waited for, too."""
         began = time.perf_counter()
-        with self._changed:
-            # With a time limit, because a wait without one keeps Ctrl-C out on some platforms.
-            while not done() and self._error is None:
-                self._changed.wait(0.5)
+        while not done() and self._error is None:
+            if device and self._launched:
+                self._settle()
+                continue
+            with self._changed:
+                if not done() and self._error is None and not (device and self._launched):
+                    self._changed.wait(0.5)  # a wait without a limit keeps Ctrl-C out on some platforms
         self.traffic.waited_seconds += time.perf_counter() - began
         self._raise()
 
@@ -188,19 +255,34 @@ class AbstractBeside(AbstractExecutor):
     def drain(self) -> None:
         """Wait until every submitted record is folded in."""
         if self._thread is not None:
-            self._wait(lambda: self._unfinished == 0)
+            self._wait(lambda: self._unfinished == 0 and not self._launched)
+
+    def curvature(self) -> Curvature:
+        """What an outer step solves with: all that was submitted, unless `stale` ones are wanted.
+
+        On a CUDA device the work may still be under way, and what reads the state waits for it there.
+        """
+        if not self.stale:
+            self._wait(lambda: self._unfinished == 0, device=False)
+        state, lag = self.snapshot()
+        return Curvature(self.solving, state, lag)
 
     def snapshot(self) -> tuple[Any, int]:
-        """The state, and how many records it lacks. With none outstanding it is the state itself, else a copy."""
+        """The state, and how many records it lacks. With none that wait for the thread it is the state itself, else a copy.
+
+        What the thread has launched on a device is in the copy, and nothing that it launches later is waited for.
+        """
         self._raise()
         with self._changed:
             if self._unfinished == 0:
                 return self._state, 0
-        copies: list[tuple[Any, int]] = []
+        copies: list[tuple[Any, Callable[[], None], int]] = []
         # Between two records, ahead of those that wait.
-        self._put(_Job(lambda: copies.append((self._state.clone(), self._lag)), is_record=False), first=True)
-        self._wait(lambda: bool(copies))
-        return copies[0]
+        self._put(_Job(lambda: copies.append((*self._copied(), self._lag)), is_record=False), first=True)
+        self._wait(lambda: bool(copies), device=False)
+        state, wait, lag = copies[0]
+        wait()
+        return state, lag
 
     def restore(self, state: Any) -> None:
         """Go on from the state that is given."""
@@ -229,3 +311,7 @@ class AbstractBeside(AbstractExecutor):
             self._unfinished = self._lag = 0
             self._changed.notify_all()
         thread.join(timeout=30)
+        if self._launched:
+            with suppress(RuntimeError):  # of a device that has failed
+                self._launched[-1].done.synchronize()
+            self._launched.clear()

@@ -29,23 +29,36 @@ class Stopwatch:
         self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """The time of this section counts, on the stream that is current here."""
+    def running(self) -> Iterator[torch.cuda.Event | None]:
+        """The time of this section counts, on the stream that is current here; the event of its end, on a CUDA device."""
         if self._device.type != "cuda":
             began = time.perf_counter()
             try:
-                yield
+                yield None
             finally:
                 self._ended.append(time.perf_counter() - began)
             return
-        with torch.cuda.device(self._device):
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            first.record()
-            try:
-                yield
-            finally:
-                last.record()
-                self._events.append((first, last))
+        stream = torch.cuda.current_stream(self._device)
+        first, last = self.begin(stream), torch.cuda.Event(enable_timing=True)
+        try:
+            yield last
+        finally:
+            self.end(first, stream, last)
+
+    def begin(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """A section begins on a stream; give the event to `end`."""
+        first = torch.cuda.Event(enable_timing=True)
+        first.record(stream)
+        return first
+
+    def end(
+        self, first: torch.cuda.Event, stream: torch.cuda.Stream, last: torch.cuda.Event | None = None
+    ) -> torch.cuda.Event:
+        """It ends there; the event of its end."""
+        last = torch.cuda.Event(enable_timing=True) if last is None else last
+        last.record(stream)
+        self._events.append((first, last))
+        return last
 
     def take(self) -> float:
         """The seconds of the sections that have ended since the last call."""

@@ -33,10 +33,21 @@ class SolveStats:
 
 
 class Steady(NamedTuple):
-    """Work on a record that is the same again and again: what it depends on beside the record's shapes, and the work."""
+    """Work on a record that is the same again and again.
+
+    Attributes:
+        key: what it depends on beside the record's shapes.
+        work: what is done with the record; its result is what `observe(state, record, ready)` takes beside the record.
+        ahead: where the work is all that is done with tensors and its result is one tensor of a few numbers to look at: the
+            state to launch the next record's work from, and to solve with, before these numbers are known. None: there is no
+            going on before. Which of the two it is must depend on the type of the record alone.
+        late: with `ahead`: (state, numbers) -> the state after the record.
+    """
 
     key: Hashable
     work: Callable[[InnerRecord], Any]
+    ahead: Any = None
+    late: Callable[[Any, list[float]], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,7 @@ class AbstractInverse(ABC):
     def steady(self, state: Any, record: InnerRecord) -> Steady | None:
         """The part of `observe` that is work on tensors of fixed shapes at fixed places, if there is one.
 
-        Its result is what `observe(state, record, ready)` takes beside the record. An executor may capture it as a CUDA graph.
+        An executor may capture it as a CUDA graph.
         """
         return None
 

@@ -181,11 +181,18 @@ class FisherDense(AbstractInverse):
         """The rank-one update, which works on A where it is, by a gain that is often the same."""
         if self.form != "inverse" or not isinstance(record, BatchGradient):
             return None
-        gain = self._gain(state.count)
-        return Steady(
-            (state.matrix.data_ptr(), gain),
-            lambda given: self._fold_one(state.matrix, self._rows(given)[0].to(state.matrix), gain),
-        )
+        gain, matrix = self._gain(state.count), state.matrix
+        key = matrix.data_ptr(), gain
+
+        def work(given: InnerRecord) -> Tensor:
+            return self._fold_one(matrix, self._rows(given)[0].to(matrix), gain)
+
+        if (
+            self.guard != "stop"
+        ):  # a restart is another array and another gain, so the next record must wait for the guard
+            return Steady(key, work)
+        ahead = DenseState(matrix, state.count + 1, state.curvature, state.observed + 1, state.restarts)
+        return Steady(key, work, ahead, self._judged)
 
     @torch.no_grad()
     def observe(self, state: DenseState, record: InnerRecord, ready: Tensor | None = None) -> DenseState:
@@ -201,36 +208,43 @@ class FisherDense(AbstractInverse):
             curvature = (1 - gain) * state.curvature + gain * trace / len(matrix)
             state.matrix.mul_(1 - gain).add_(matrix, alpha=gain)
             return replace(state, count=state.count + 1, curvature=curvature, observed=observed)
-        folded: list[float] | None = None
         if ready is None:
             rows = self._rows(whole(record)).to(state.matrix)  # (n, D)
             if self.form == "inverse" and len(rows) == 1:
                 ready = self._fold_one(state.matrix, rows[0], gain)
         if ready is not None:
-            total, *folded = ready.tolist()
-        else:
-            total = float(rows.square().sum())
+            return self._judged(state, ready.tolist())
+        total = float(rows.square().sum())
+        if self.form == "inverse" and math.isfinite(total):
+            return self._judged(state, [total, *self._fold_block(state.matrix, rows, gain)])
+        moved = self._moved(state, total)
+        state.matrix.addmm_(rows.T, rows, beta=1 - gain, alpha=gain)
+        return moved
+
+    def _moved(self, state: DenseState, total: float) -> DenseState:
+        """The state after one more observation whose rows have this sum of squares, but for its array."""
         energy = total / len(state.matrix)
         if not math.isfinite(energy):
-            self._refuse_gradient(observed)
+            self._refuse_gradient(state.observed + 1)
+        gain = self._gain(state.count)
         curvature = (1 - gain) * state.curvature + gain * energy
-        moved = replace(state, count=state.count + 1, curvature=curvature, observed=observed)
-        if self.form == "matrix":
-            state.matrix.addmm_(rows.T, rows, beta=1 - gain, alpha=gain)
-            return moved
-        if folded is None:
-            folded = self._fold_block(state.matrix, rows, gain)
-        problem = self._problem(folded, curvature)
+        return DenseState(state.matrix, state.count + 1, curvature, state.observed + 1, state.restarts)
+
+    def _judged(self, state: DenseState, numbers: list[float]) -> DenseState:
+        """The state after an update of A, which was made already and gave the sum of squares and what the guard looks at."""
+        total, *folded = numbers
+        moved = self._moved(state, total)
+        problem = self._problem(folded, moved.curvature)
         if problem is None:
             return moved
         if self.guard == "stop":
             raise NonFiniteError(
-                f"FisherDense: at observation {observed} {problem}. Each step multiplies the inverse by"
-                f" {1 / (1 - gain):.4g} in the directions that no gradient visits. Use form='matrix' or fisher_window,"
-                " which hold a constant damping, or guard='restart'."
+                f"FisherDense: at observation {moved.observed} {problem}. Each step multiplies the inverse by"
+                f" {1 / (1 - self._gain(state.count)):.4g} in the directions that no gradient visits. Use form='matrix' or"
+                " fisher_window, which hold a constant damping, or guard='restart'."
             )
         fresh = self._fresh(len(state.matrix), state.matrix.device)
-        return replace(fresh, observed=observed, restarts=state.restarts + 1)
+        return replace(fresh, observed=moved.observed, restarts=state.restarts + 1)
 
     @property
     def sums(self) -> bool:
@@ -271,11 +285,16 @@ class FisherDense(AbstractInverse):
         Returns r.r, what the update divides by, which must be above 0, and the least and largest entry on A's diagonal.
         """
         keep = 1 - gain
-        product = inverse @ row
-        small = 1 + gain / keep * (product @ row)
-        root = product * ((gain / small).sqrt() / keep)
-        inverse.addmm_(root[:, None], root[None], beta=1 / keep, alpha=-1)  # addr_ would not keep it symmetric
-        return torch.stack([row @ row, small, *torch.aminmax(inverse.diagonal())])
+        # With p = A r / (1 - g): A / (1 - g) - p p^T / (1 / g + p.r). Few kernels, because each costs more than it computes.
+        product = torch.addmv(row, inverse, row, beta=0, alpha=1 / keep)
+        both = torch.stack([product, row]) @ row
+        small = both[0] + 1 / gain
+        root = product * small.rsqrt()
+        if inverse.is_cuda:
+            inverse.addr_(root, root, beta=1 / keep, alpha=-1)
+        else:
+            inverse.addmm_(root[:, None], root[None], beta=1 / keep, alpha=-1)  # addr_ would not keep it symmetric here
+        return torch.stack([both[1], small, *torch.aminmax(inverse.diagonal())])
 
     def _fold_block(self, inverse: Tensor, rows: Tensor, gain: float) -> list[float]:
         """The update by several rows at once, R, (n, D), in place; returns what `_fold_one` does but for r.r."""
@@ -341,7 +360,8 @@ class FisherDense(AbstractInverse):
         def apply(u: Tensor) -> Tensor:
             b = u.to(matrix)
             x = (matrix @ b if factor is None else torch.cholesky_solve(b[:, None], factor)[:, 0]).to(u)
-            if not bool(torch.isfinite(x).all()):
+            # On a GPU this would wait for all that is under way there; the hypergradient is looked at later in any case.
+            if not x.is_cuda and not bool(torch.isfinite(x).all()):
                 raise NonFiniteError(
                     "FisherDense: the solution holds nan or inf. Look at the right-hand side, and raise the damping or the"
                     " l2."
