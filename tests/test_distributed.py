@@ -141,7 +141,28 @@ def in_two(rank: int, size: int, folder: str) -> Answers:
     found["idle"] = said(lambda: solved(Distributed(), AID(CG())))
     dist.barrier()
     found["too few"] = said(lambda: solved(Distributed(curvature_ranks=2), NHGD(KFAC())))
+    found["many shapes"] = many_shapes()
     return found
+
+
+def many_shapes() -> Answers:
+    """Batches of seven sizes in turn, where both sides remember three; and how many forms they have kept."""
+    nhgd.execution.distributed.FORMS = 3
+    executor = Distributed()
+    solver = of_many_sizes(executor)
+    try:
+        found = facts(solver, solver.run(steps=STEPS))
+        kept = executor._layouts if executor._serving is None else executor._serving._layouts
+        return found | {"forms": len(kept)}
+    finally:
+        solver.close()
+        nhgd.execution.distributed.FORMS = 64
+
+
+def of_many_sizes(execution: Any) -> nhgd.Solver:
+    problem, (x, y, i), outer = problem_of(small)
+    batches = [(x[:size], y[:size], i[:size]) for size in range(2, 9)]
+    return nhgd.Solver(problem, batches, [outer], method=NHGD(KFAC()), execution=execution, inner_steps=INNER)
 
 
 def ridge(v: Any) -> Any:
@@ -311,18 +332,28 @@ def test_so_do_other_methods_models_ridges_and_runs_in_two_parts(name, method, s
         same(found[name], expected, exactly=True)
 
 
-def test_what_is_sent_is_what_the_inverse_needs():
-    D, number = 5 * 6 + 6 + 6 * 3 + 3, 8
+# Of two layers inputs and scores with a factor for each sample, and the weights.
+LAYERS = BATCH * ((5 + 6 + 1) + (6 + 3 + 1) + 1)
+D, NUMBER = 5 * 6 + 6 + 6 * 3 + 3, 8
+
+
+def test_what_crosses_is_what_the_inverse_needs():
     records = STEPS * INNER
-    # Inputs and scores of two layers with a factor for each sample, and the weights; u and one number for the ridge.
-    layers = BATCH * ((5 + 6 + 1) + (6 + 3 + 1) + 1) * number
-    solve = (D + 1) * number
+    solve = (D + 1) * NUMBER  # u and one number for the ridge
     sent = {name: answers(2)[0][f"{name} 0"]["stats"]["execution"]["bytes_sent"] for name in INVERSES}
-    assert sent["kfac"] == sent["window"] == sent["diagonal"] == records * layers + STEPS * solve
-    assert sent["dense"] == records * BATCH * D * number + STEPS * solve
-    assert sent["raw"] == records * D * number + STEPS * solve
+    assert sent["kfac"] == sent["window"] == sent["diagonal"] == records * LAYERS * NUMBER + STEPS * solve
+    assert sent["dense"] == records * BATCH * D * NUMBER + STEPS * solve
+    assert sent["raw"] == records * D * NUMBER + STEPS * solve
     # Refined asks once for every preconditioned residual.
-    assert sent["refined"] == records * layers + 2 * STEPS * solve
+    assert sent["refined"] == records * LAYERS * NUMBER + 2 * STEPS * solve
+
+
+def test_forms_of_records_are_forgotten_on_both_sides():
+    solver = of_many_sizes(Inline())
+    expected = facts(solver, solver.run(steps=STEPS))
+    for found in answers(2):
+        same(found["many shapes"], expected, exactly=True)
+        assert found["many shapes"]["forms"] == 3
 
 
 def test_the_history_tells_bytes_and_times():

@@ -30,6 +30,8 @@ from nhgd.record import InnerRecord
 from nhgd.team import Team
 from nhgd.variable import Variable
 
+FORMS = 64  # of records that both sides remember; what else there is to know of a record is sent with it again
+
 
 @final
 class Distributed(AbstractExecutor):
@@ -68,7 +70,7 @@ class Distributed(AbstractExecutor):
         self._lanes: list[Lane] = []
         self._replies: list[deque[Message]] = []
         self._credits: list[int] = []
-        self._layouts: dict[Any, tuple[int, int]] = {}  # the number and the size of each form of a record
+        self._layouts: dict[Any, tuple[int, int]] = {}  # the number and the size of the last forms of records
         self._moving: set[int] = set()
         self._messages = 0  # sent on the lane of records
         self._received = 0  # bytes that the curvature ranks had from the other inner ranks
@@ -188,7 +190,10 @@ class Distributed(AbstractExecutor):
             text = None
             if key not in self._layouts:
                 found = shapes(tensors)
-                self._layouts[key] = len(self._layouts) + 1, size_of(found)
+                # The number of the oldest form is given to the new one, by which the other side forgets the same.
+                full = len(self._layouts) >= FORMS
+                place = self._layouts.pop(next(iter(self._layouts)))[0] if full else len(self._layouts)
+                self._layouts[key] = place, size_of(found)
                 text = as_text([{"form": form, "shapes": found}, []])
             number, size = self._layouts[key]
             self.traffic.bytes_sent += size

@@ -44,7 +44,7 @@ class Serving:
         self._division = Division(self.inverse, theta, roles.curvature)
         self._lanes = [channel.listen(inner, Tag.RECORDS, self._device) for inner in roles.inner]
         self._requests: deque[Message] = channel.inbox[channel.listen(0, Tag.REQUESTS)]
-        self._layouts: dict[tuple[Lane, int], tuple[Any, Any]] = {}
+        self._layouts: dict[tuple[Lane, int], tuple[Any, Any]] = {}  # as many as the senders have numbers for
         self._busy = Stopwatch(self._device)
         self._seconds = 0.0
         self._state: Any = None
