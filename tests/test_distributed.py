@@ -239,6 +239,7 @@ def in_four(rank: int, size: int, folder: str) -> Answers:
     found["all inner"] = solved(Distributed(curvature_ranks=0), NHGD(KFAC()))
     found["all inner, cg"] = solved(Distributed(curvature_ranks=0), AID(CG(damping=2.0)))
     found["stale"] = solved(Distributed(curvature_ranks=2, stale=True), NHGD(KFAC()))
+    found["bytes"] = counted()
     found["checkpoint"] = broken_off(rank, folder, lambda: Distributed(curvature_ranks=2))
     found["three workers"] = gone_on(Distributed(curvature_ranks=1), Path(folder) / "of 2")
     found["undivided"] = said(lambda: solved(Distributed(curvature_ranks=2), NHGD(FisherWindow())))
@@ -247,6 +248,17 @@ def in_four(rank: int, size: int, folder: str) -> Answers:
     dist.barrier()
     found["one fails"] = said(lambda: solved(Distributed(), Stumbling(rank)))
     return found
+
+
+def counted() -> int:
+    """The bytes that three inner ranks and a curvature rank exchange, without those of the team among itself."""
+    executor = Distributed()
+    solver = a_solver(executor, NHGD(KFAC()))
+    try:
+        solver.run(steps=STEPS)
+        return executor.measured().bytes_sent - executor.team.bytes_sent
+    finally:
+        solver.close()
 
 
 @dataclass(frozen=True)
@@ -339,13 +351,19 @@ D, NUMBER = 5 * 6 + 6 + 6 * 3 + 3, 8
 
 def test_what_crosses_is_what_the_inverse_needs():
     records = STEPS * INNER
-    solve = (D + 1) * NUMBER  # u and one number for the ridge
+    solve = (D + 1 + D) * NUMBER  # u and one number for the ridge there, x back
     sent = {name: answers(2)[0][f"{name} 0"]["stats"]["execution"]["bytes_sent"] for name in INVERSES}
     assert sent["kfac"] == sent["window"] == sent["diagonal"] == records * LAYERS * NUMBER + STEPS * solve
     assert sent["dense"] == records * BATCH * D * NUMBER + STEPS * solve
     assert sent["raw"] == records * D * NUMBER + STEPS * solve
     # Refined asks once for every preconditioned residual.
     assert sent["refined"] == records * LAYERS * NUMBER + 2 * STEPS * solve
+
+
+def test_every_inner_rank_counts_what_crosses_for_all_of_them():
+    # Each sends its part of a record and hears x; the first sends u.
+    expected = STEPS * (INNER * LAYERS + D + 1 + 3 * D) * NUMBER
+    assert [found["bytes"] for found in answers(4)[:3]] == [expected] * 3
 
 
 def test_forms_of_records_are_forgotten_on_both_sides():

@@ -73,7 +73,7 @@ class Distributed(AbstractExecutor):
         self._layouts: dict[Any, tuple[int, int]] = {}  # the number and the size of the last forms of records
         self._moving: set[int] = set()
         self._messages = 0  # sent on the lane of records
-        self._received = 0  # bytes that the curvature ranks had from the other inner ranks
+        self._carried = 0  # bytes between the curvature ranks and the other inner ranks
 
     @property
     def roles(self) -> Roles:
@@ -145,9 +145,7 @@ class Distributed(AbstractExecutor):
         for part, keeper in enumerate(member.roles.keepers):
             given = [t.cpu() for t in (tensors(part) if callable(tensors) else tensors or ())]
             told = text(part) if callable(text) else text
-            found = shapes(given)
-            content = as_text([told or {}, found]) if told or given else None
-            self.traffic.bytes_sent += size_of(found)
+            content = as_text([told or {}, shapes(given)]) if told or given else None
             member.channel.post(keeper, Tag.RECORDS, word, 0, content, given, self.traffic.records + 1)
 
     def _here(self) -> Membership:
@@ -238,7 +236,8 @@ class Distributed(AbstractExecutor):
             member.channel.arrived(keeper, Tag.REQUESTS, 0)
         found = [replies.popleft() for replies in self._replies]
         self.traffic.curvature_seconds = max([self.traffic.curvature_seconds, *(_seconds(m) for m in found)])
-        self._received = sum(m.text.get("received", 0) for m in found)
+        carried = [m.text.get("carried", []) for m in found]
+        self._carried = sum(size for sizes in carried for rank, size in enumerate(sizes) if rank != member.rank)
         for message in found:
             if message.kind == Word.ERROR:
                 raise heard(message.text)
@@ -290,6 +289,7 @@ class Distributed(AbstractExecutor):
         return x, stats
 
     def keep(self) -> Any:
+        self.traffic.bytes_sent += sum(message.size for message in found)
         """The state itself, put together from the parts of all curvature ranks; elsewhere than in rank 0 its kind alone."""
         if self._local is not None:
             return self._local.keep()
@@ -370,11 +370,11 @@ class Distributed(AbstractExecutor):
         return changed if own is inverse else replace(inverse, **{"inverse": changed})
 
     def measured(self) -> Traffic:
-        """What was done so far; bytes are what all inner ranks sent for curvature, and what this one sent to the others."""
+        """What was done so far; bytes are records, u, the ridge and x of all inner ranks, and what this one sent to its team."""
         if self._local is not None:
             return replace(self._local.measured(), processes=self.traffic.processes)
         found = super().measured()
-        return replace(found, bytes_sent=found.bytes_sent + self._received + self.team.bytes_sent)
+        return replace(found, bytes_sent=found.bytes_sent + self._carried + self.team.bytes_sent)
 
     def close(self) -> None:
         """Leave the others."""

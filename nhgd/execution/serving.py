@@ -54,7 +54,7 @@ class Serving:
         self._records = 0
         self._credited = 0
         self._period = max(1, max_lag // 2)
-        self._received = 0  # bytes, of the inner ranks but the first
+        self._carried = [0] * roles.workers  # bytes of records, u, the ridge and x, by the inner rank at the other end
         self._error: NhgdError | None = None
         self._answers = 0
 
@@ -115,7 +115,6 @@ class Serving:
         shards = [first]
         for lane in self._lanes[1:]:
             other = self._channel.take(lane)
-            self._received += other.size
             shards.append(self._record(lane, other)[0])
         return joined(shards)
 
@@ -123,6 +122,7 @@ class Serving:
         key = lane, message.number
         if message.text:
             self._layouts[key] = message.text["form"], message.text["shapes"]
+        self._carried[lane.source] += message.size
         form, found = self._layouts[key]
         tensors = from_bytes(found, message.tensors[0])
         return packed(form, [t.to(self._device) for t in tensors]), bool(form[2])
@@ -148,8 +148,12 @@ class Serving:
             for inner in targets:
                 self._channel.send(inner, Tag.REPLIES, Word.ERROR, told(error), mark=self._answers)
             return
+        if request.kind == Word.SOLVE:
+            self._carried[0] += request.size
+            for inner in targets:
+                self._carried[inner] += sum(t.numel() * t.element_size() for t in tensors)
         self._seconds += self._busy.take()
-        text |= {"records": self._records, "seconds": self._seconds, "received": self._received}
+        text |= {"records": self._records, "seconds": self._seconds, "carried": self._carried}
         self._credited = self._records
         for inner in targets:
             self._channel.send(inner, Tag.REPLIES, Word.REPLY, text, [t.cpu() for t in tensors], mark=self._answers)
