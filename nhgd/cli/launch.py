@@ -1,9 +1,15 @@
-"""Starting the processes of a distributed run on this machine, and ending them, whatever happens."""
+"""Starting the processes of a distributed run on this machine, watching them, and ending them, whatever happens.
+
+A process writes into a pipe, once a second, from before its first import to its end, so that one that stands still is
+noticed also where it has not met the others yet, or has left them already. It writes another letter when it has done its
+part: then its end is of no importance any more.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import subprocess
@@ -18,8 +24,26 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from nhgd.errors import RunError
+from nhgd.execution.pulse import START
 from nhgd.execution.roles import Roles
 
+SIGNS = "NHGD_SIGNS"  # in its environment, too: the number of the pipe for its signs of life
+ALIVE, DONE = b".", b"!"
+# What a started process does first: everything else takes seconds to import.
+FIRST = f"""
+import os, sys, threading, time
+def beat(pipe):
+    try:
+        while True:
+            os.write(pipe, {ALIVE!r})
+            time.sleep(1)
+    except OSError:
+        return
+threading.Thread(target=beat, args=(int(os.environ[{SIGNS!r}]),), daemon=True).start()
+sys.argv[0] = "nhgd"
+from nhgd.cli import main
+main()
+"""
 LAUNCHER = "NHGD_LAUNCHER"  # in the environment of a process that was started here: who started it
 NOTICING = 6.0  # seconds for the others to notice that one is gone, and to say so
 LEAVING = 2.0  # seconds to end after being asked, or for the others to fail as one has
@@ -37,6 +61,9 @@ class Member:
 
     rank: int
     process: subprocess.Popen[bytes]
+    signs: int  # the pipe with its signs of life
+    heard: float  # when the last of them came
+    done: bool = False  # whether it has said that it has done its part
     said: bytearray = field(default_factory=bytearray)
     failed: int | None = None  # how it ended before anyone was asked to
     readers: list[threading.Thread] = field(default_factory=list)
@@ -48,16 +75,18 @@ class Member:
         return errors[-1] if errors else None
 
 
-def launch(arguments: Sequence[str], roles: Roles, restarts: int) -> int:
+def launch(arguments: Sequence[str], roles: Roles, restarts: int, timeout: float = START) -> int:
     """Run `nhgd ARGUMENTS` in several processes; the exit code of the whole.
 
     The first process speaks: its standard output is ours. When a process fails, the others have a while to notice and then
-    are ended; a failed run, but not a refused one, is started again up to `restarts` times.
+    are ended; a failed run, but not a refused one, is started again up to `restarts` times. Once the first has said that
+    its results are written, the run is done: those that do not end within `timeout` seconds then, or end badly, are a
+    warning and change nothing of the exit code, 0.
     """
     for attempt in range(restarts + 1):
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         with _members(arguments, roles, store.port, attempt) as (members, output):
-            code = _watch(members)
+            code, why = _watch(members, roles, timeout)
         for member in members:
             for reader in member.readers:
                 reader.join(LEAVING)
@@ -65,11 +94,21 @@ def launch(arguments: Sequence[str], roles: Roles, restarts: int) -> int:
             sys.stdout.flush()
             sys.stdout.buffer.write(output)
             sys.stdout.flush()
-            if code and members[0].failed not in SPOKEN:
-                raise RunError(_reason(members, roles))
-            return code
-        print(f"{_reason(members, roles)} Starting again, {attempt + 1} of {restarts}.", file=sys.stderr)
+            return _concluded(code, why, members, roles, "--json" in arguments and not output)
+        print(f"{why or _reason(members, roles)} Starting again, {attempt + 1} of {restarts}.", file=sys.stderr)
     raise AssertionError
+
+
+def _concluded(code: int, why: str | None, members: Sequence[Member], roles: Roles, silent: bool) -> int:
+    """The exit code, when everything is said that the first process did not say itself; `silent`: it owes a JSON object."""
+    said = members[0].sentence()
+    if code and said is None:
+        raise RunError(why or _reason(members, roles))
+    if code and silent:
+        print(json.dumps({"error": said}))
+    if why and not code:
+        print(f"Warning: {why}", file=sys.stderr)
+    return code
 
 
 def _reason(members: Sequence[Member], roles: Roles) -> str:
@@ -126,15 +165,19 @@ def _start(arguments: Sequence[str], roles: Roles, rank: int, port: int, attempt
         LAUNCHER: str(os.getpid()),
     }
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // roles.world)))
+    ours, theirs = os.pipe()
+    os.set_blocking(ours, False)
     process = subprocess.Popen(  # noqa: S603
-        [sys.executable, "-m", "nhgd", *arguments],
-        env=environment,
+        [sys.executable, "-c", FIRST, *arguments],
+        env=environment | {SIGNS: str(theirs)},
+        pass_fds=(theirs,),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C comes to us alone, and we end them
     )
-    member = Member(rank, process)
+    os.close(theirs)
+    member = Member(rank, process, ours, time.monotonic())
     places = [(process.stderr, member.said, rank == 0)] + ([(process.stdout, output, False)] if rank == 0 else [])
     for pipe, into, aloud in places:
         reader = threading.Thread(target=_read, args=(pipe, into, aloud), daemon=True)
@@ -152,21 +195,58 @@ def _read(pipe: Any, into: bytearray, aloud: bool) -> None:
     pipe.close()
 
 
-def _watch(members: Sequence[Member]) -> int:
-    """Until all have ended well, or one has failed and the others had time to say so; the exit code of the whole."""
+def _watch(members: Sequence[Member], roles: Roles, timeout: float) -> tuple[int, str | None]:
+    """Until all have ended, or one has failed and the others had time to say so, or the run is done and they had time to end.
+
+    The exit code of the whole, and a sentence where it is we who noticed something.
+    """
     failed_at: float | None = None
+    done_at: float | None = None
+    limit = max(timeout, START)
     while True:
         for member in members:
+            _listen(member)
             member.failed = member.process.poll()
-        codes = [member.failed for member in members]
-        if all(code == 0 for code in codes):
-            return 0
+        now = time.monotonic()
+        if members[0].done or members[0].failed == 0:
+            done_at = done_at or now
+            running = [member.rank for member in members if member.failed is None]
+            if running and now - done_at <= timeout:
+                time.sleep(0.05)
+                continue
+            return 0, _blemish(members, roles, timeout)
+        # Who has done its part may end as it likes.
+        needed = [member for member in members if not (member.done or member.failed == 0)]
+        codes = [member.failed for member in needed]
         if any(codes):
-            failed_at = failed_at or time.monotonic()
+            failed_at = failed_at or now
             patience = LEAVING if any(code in SPOKEN for code in codes) else NOTICING
-            if None not in codes or time.monotonic() - failed_at > patience:
-                return next((code for code in codes if code in (2, 130)), 1)
+            if None not in codes or now - failed_at > patience:
+                return next((code for code in codes if code in (2, 130)), 1), None
+        silent = [member.rank for member in needed if member.failed is None and now - member.heard > limit]
+        if silent:
+            names = " and ".join(roles.called(rank) for rank in silent)
+            return 1, f"{names} gave no sign of life for {limit:g} s."
         time.sleep(0.05)
+
+
+def _listen(member: Member) -> None:
+    """Take note of a process's signs of life."""
+    with contextlib.suppress(BlockingIOError):
+        while signs := os.read(member.signs, 4096):
+            member.heard = time.monotonic()
+            member.done = member.done or DONE in signs
+
+
+def _blemish(members: Sequence[Member], roles: Roles, timeout: float) -> str | None:
+    """What was not as it should be at the end of a run that is done."""
+    for member in members:
+        name = roles.called(member.rank)
+        if member.failed is None:
+            return f"The run is done, but {name} did not end within {timeout:g} s after it, and was ended."
+        if member.failed:
+            return f"The run is done, but {name} ended with {_ending(member.failed)} after it."
+    return None
 
 
 def _end(members: Sequence[Member]) -> None:
@@ -184,6 +264,8 @@ def _end(members: Sequence[Member]) -> None:
         if process.poll() is None:
             process.kill()
             process.wait()
+    for member in members:
+        os.close(member.signs)
 
 
 def tie_to_launcher() -> None:
@@ -194,6 +276,14 @@ def tie_to_launcher() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, where there is one
     if os.getppid() != int(os.environ[LAUNCHER]):
         os._exit(1)
+
+
+def done() -> None:
+    """In a started process: it has done its part, and what it wrote and printed is complete."""
+    if SIGNS in os.environ:
+        sys.stdout.flush()
+        with contextlib.suppress(OSError):
+            os.write(int(os.environ[SIGNS]), DONE)
 
 
 def end_now(sentence: str, seconds: float = 5.0) -> None:

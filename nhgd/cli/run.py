@@ -16,7 +16,7 @@ import typer
 from nhgd import task as tasks
 from nhgd.algorithm import AbstractAlgorithm
 from nhgd.checkpoint import exists, last_kept
-from nhgd.cli.launch import LAUNCHER, end_now, launch, started_by_someone, tie_to_launcher
+from nhgd.cli.launch import LAUNCHER, done, end_now, launch, started_by_someone, tie_to_launcher
 from nhgd.cli.options import (
     Changes,
     DataFolder,
@@ -36,7 +36,6 @@ from nhgd.cli.settings import for_execution, for_run, for_task, parse
 from nhgd.errors import InputError, RunError
 from nhgd.execution import Distributed
 from nhgd.execution import resolve as resolve_execution
-from nhgd.execution.roles import Roles
 from nhgd.solve import Solution, seconds
 from nhgd.task import Instance
 from nhgd.task.paper import EXPERIMENTS, TABLE, paper
@@ -96,30 +95,36 @@ def run(
     if isinstance(executor, Distributed):
         if not started_by_someone():
             given: Any = context.find_root().command
-            raise typer.Exit(_launched(given.given, executor.roles, max_restarts, kept.get("checkpoint")))
+            raise typer.Exit(_launched(given.given, executor, max_restarts, kept.get("checkpoint")))
         where = device_of_rank(where)
         tie_to_launcher()
         executor.last_resort = end_now
-    keep_to_threads(chosen.threads, where)
-    began = time.perf_counter()
-    instance = chosen.build(checked_seed(seed), where, data)
-    preparation = time.perf_counter() - began
-    method, algorithm, printed = named_method(task, preset, method, instance)
-    refuse_idle(parse(changes), instance.method_settings, algorithm)
-    settings, algorithm = for_run(chosen, algorithm, rest)
-    settings = {key: value for key, value in printed.items() if key not in parse(changes)} | settings
-    going_on = resume and exists(kept["checkpoint"])
-    if resume and not going_on:
-        print(f"There is no checkpoint in {kept['checkpoint']} yet: the run begins anew.", file=sys.stderr)
-    solver = instance.start(algorithm, seed, executor, resume=going_on, **settings, **kept)
-    if going_on:
-        print(f"Going on from {kept['checkpoint']}, outer step {solver.stage.clock.k}.", file=sys.stderr)
+        executor.arrive()  # before anything that takes long, so that the others know that we are coming
+    try:
+        keep_to_threads(chosen.threads, where)
+        began = time.perf_counter()
+        instance = chosen.build(checked_seed(seed), where, data)
+        preparation = time.perf_counter() - began
+        method, algorithm, printed = named_method(task, preset, method, instance)
+        refuse_idle(parse(changes), instance.method_settings, algorithm)
+        settings, algorithm = for_run(chosen, algorithm, rest)
+        settings = {key: value for key, value in printed.items() if key not in parse(changes)} | settings
+        going_on = resume and exists(kept["checkpoint"])
+        if resume and not going_on:
+            print(f"There is no checkpoint in {kept['checkpoint']} yet: the run begins anew.", file=sys.stderr)
+        solver = instance.start(algorithm, seed, executor, resume=going_on, **settings, **kept)
+        if going_on:
+            print(f"Going on from {kept['checkpoint']}, outer step {solver.stage.clock.k}.", file=sys.stderr)
+    except BaseException as error:
+        executor.fail(error)  # nobody is to wait for us
+        raise
     if steps is None and budget is None:
         steps = instance.steps
     try:
         with folder(out if executor.leads else None) as place:
             solution = solver.run(steps=steps, budget=budget)
             if not executor.leads:
+                done()
                 return
             answer = {
                 "task": task,
@@ -152,12 +157,13 @@ def run(
         print_json(answer)
     else:
         _tell(answer, written)
+    done()
 
 
-def _launched(arguments: list[str], roles: Roles, restarts: int, checkpoint: Path | None) -> int:
+def _launched(arguments: list[str], executor: Distributed, restarts: int, checkpoint: Path | None) -> int:
     """The exit code of a run in several processes; where none of them could say so, its error names the last checkpoint."""
     try:
-        return launch(arguments, roles, restarts)
+        return launch(arguments, executor.roles, restarts, executor.timeout)
     except RunError as error:
         known = "" if checkpoint is None or "checkpoint" in str(error) else last_kept(checkpoint)
         raise RunError(f"{error}{known}") from error

@@ -18,7 +18,7 @@ from nhgd.execution.channel import FOREVER, Lane, Message, as_text
 from nhgd.execution.division import Division
 from nhgd.execution.elsewhere import learner, standing_in
 from nhgd.execution.inline import Inline
-from nhgd.execution.membership import Membership, join
+from nhgd.execution.membership import Arrival, Membership, arrive, join
 from nhgd.execution.packing import shapes, size_of, to_bytes, unpacked
 from nhgd.execution.protocol import Tag, Word, heard
 from nhgd.execution.roles import Roles, check_counts
@@ -62,8 +62,9 @@ class Distributed(AbstractExecutor):
         check_counts(workers, curvature_ranks)
         positive("Distributed", timeout=timeout)
         self._counts = workers, curvature_ranks
-        self._timeout = timeout
+        self.timeout = timeout
         self.last_resort: Callable[[str], None] | None = None  # called when a process is lost, from another thread
+        self._arrival: Arrival | None = None
         self._member: Membership | None = None
         self._local: Inline | None = None  # where the workers keep curvature themselves
         self._serving: Serving | None = None
@@ -82,15 +83,22 @@ class Distributed(AbstractExecutor):
 
     # Joining.
 
+    def arrive(self) -> None:
+        """Give the first sign of life, once. What comes before `join`, such as reading data, may take as long as it likes."""
+        if self._arrival is None:
+            self._arrival = arrive(*self._counts, self.timeout)
+            if self.last_resort is not None:
+                self._arrival.pulse.on_loss(self.last_resort)
+            atexit.register(_close, weakref.ref(self))
+
     def join(self, theta: Variable) -> None:
         """Meet the others, once."""
         if self._member is not None:
             return
-        self._member = join(*self._counts, self._timeout, theta.device)
+        self.arrive()
+        assert self._arrival is not None
+        self._member = join(self._arrival, theta.device)
         self.traffic.processes = self._member.roles.world
-        if self.last_resort is not None:
-            self._member.pulse.on_loss(self.last_resort)
-        atexit.register(_close, weakref.ref(self))
         if self._member.is_inner and self._member.team_group is not None:
             self.team = Team.of(self._member.team_group, FOREVER.total_seconds())
         if self._counts[1] == 0:
@@ -281,6 +289,7 @@ class Distributed(AbstractExecutor):
             lambda part: [self._division.gather(u.detach(), part).cpu(), ridge.detach().cpu()],
             overtake=marked,
         )
+        self.traffic.bytes_sent += sum(message.size for message in found)
         x = self._division.scatter([message.tensors[0] for message in found])
         told = found[0].text
         stats = SolveStats(
@@ -289,7 +298,6 @@ class Distributed(AbstractExecutor):
         return x, stats
 
     def keep(self) -> Any:
-        self.traffic.bytes_sent += sum(message.size for message in found)
         """The state itself, put together from the parts of all curvature ranks; elsewhere than in rank 0 its kind alone."""
         if self._local is not None:
             return self._local.keep()
@@ -338,15 +346,15 @@ class Distributed(AbstractExecutor):
             content = as_text([found.text, shapes(found.tensors)])
             member.channel.post(keeper, Tag.RECORDS, Word.FINISH, 0, content, found.tensors, self.traffic.records + 1)
         self._messages += 1
-        member.channel.flush(self._timeout)
+        member.channel.flush(self.timeout)
         member.channel.check()
         member.pulse.release()
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this process stops, and leave them."""
-        if self._member is not None:
+        if self._arrival is not None:
             interrupted = isinstance(error, KeyboardInterrupt)
-            self._member.pulse.say("it was interrupted." if interrupted else str(error) or type(error).__name__)
+            self._arrival.pulse.say("it was interrupted." if interrupted else str(error) or type(error).__name__)
             self.close()
 
     def explained(self, error: NhgdError) -> NhgdError:
@@ -378,10 +386,15 @@ class Distributed(AbstractExecutor):
 
     def close(self) -> None:
         """Leave the others."""
+        arrival, self._arrival = self._arrival, None
         member, self._member = self._member, None
-        if member is not None:
-            if member.pulse.engaged:  # nobody finished: the others must not take this for the end
-                member.pulse.say("it left before the run was finished.")
+        if arrival is None:
+            return
+        if arrival.pulse.engaged:  # nobody finished: the others must not take this for the end
+            arrival.pulse.say("it left before the run was finished.")
+        if member is None:
+            arrival.pulse.stop()
+        else:
             member.leave()
 
 

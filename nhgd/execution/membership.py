@@ -15,16 +15,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch.distributed.rendezvous import rendezvous
 
 from nhgd.errors import InputError, NhgdError, RunError
 from nhgd.execution.channel import FOREVER, Channel, interrupt
 from nhgd.execution.protocol import Tag
-from nhgd.execution.pulse import Pulse
+from nhgd.execution.pulse import START, Pulse
 from nhgd.execution.roles import Roles
 
-PATIENCE = 60.0  # seconds, at least, until everyone has arrived: programs start at different speeds
+CONNECTING = 60.0  # seconds, at least, that torch may take to connect processes which are all alive
 _joined = 0  # how often this process joined; the same everywhere, because all processes run the same program
+
+
+@dataclass
+class Arrival:
+    """This process before it has met the others: it beats, so that one that stands still from here on is noticed."""
+
+    roles: Roles
+    rank: int
+    timeout: float
+    pulse: Pulse
+    store: Any  # for torch.distributed, or None where that is running
 
 
 @dataclass
@@ -52,9 +62,7 @@ class Membership:
             self.store.set(key, json.dumps(value))
             return value
         while not self.store.check([key]):
-            lost = self.pulse.lost()
-            if lost is not None:
-                raise RunError(lost)
+            self.pulse.check()
             time.sleep(0.01)
         found: dict[str, Any] = json.loads(self.store.get(key))
         return found
@@ -66,14 +74,17 @@ class Membership:
         self.pulse.stop()
 
 
-def join(workers: int | None, curvature: int, timeout: float, device: torch.device) -> Membership:
-    """Join the others; torch.distributed is started from the environment where it is not running."""
+def arrive(workers: int | None, curvature: int, timeout: float) -> Arrival:
+    """Give the first sign of life, where the store of the process group is."""
     global _joined
     _joined += 1
-    patience = max(PATIENCE, 2 * timeout)
     if not dist.is_available():
         raise InputError("This PyTorch has no torch.distributed. Use execution='thread' instead.")
-    if not dist.is_initialized():
+    limit = max(timeout, START)
+    if dist.is_initialized():
+        roles, rank = Roles.of(dist.get_world_size(), workers, curvature), dist.get_rank()
+        store, given = None, dist.distributed_c10d._get_default_store()
+    else:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise InputError(
@@ -81,17 +92,28 @@ def join(workers: int | None, curvature: int, timeout: float, device: torch.devi
                 f" {', '.join(missing)} in its environment). Start the program by torchrun --nproc-per-node"
                 f" {(workers or 1) + curvature} PROGRAM, or use the command line: nhgd run TASK --execution distributed."
             )
-        world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-        roles = Roles.of(world, workers, curvature)  # before anyone waits for anyone
-        limit = timedelta(seconds=patience)
-        store, _, _ = _interruptible(lambda: next(rendezvous("env://", timeout=limit)))
-        pulse = _pulse(store, roles, rank, timeout, patience)
+        rank = int(os.environ["RANK"])
+        roles = Roles.of(int(os.environ["WORLD_SIZE"]), workers, curvature)  # before anyone waits for anyone
+        store = given = _interruptible(lambda: _tcp(rank == 0 and not _agent(), limit), roles, limit=limit)
+    own = _interruptible(lambda: _store(given, limit), roles, limit=limit)
+    pulse = Pulse(own, roles, rank, timeout, None if _agent() else 0)
+    pulse.start()
+    pulse.engage()
+    return Arrival(roles, rank, timeout, pulse, store)
+
+
+def join(arrival: Arrival, device: torch.device) -> Membership:
+    """Meet the others; torch.distributed is started where it is not running."""
+    roles, rank, pulse = arrival.roles, arrival.rank, arrival.pulse
+    pulse.meet()
+    if arrival.store is not None:
+        limit = timedelta(seconds=max(CONNECTING, 2 * arrival.timeout))
+        kept = arrival.store
         _interruptible(
-            lambda: dist.init_process_group(_backend(), store=store, rank=rank, world_size=world, timeout=limit), pulse
+            lambda: dist.init_process_group(_backend(), store=kept, rank=rank, world_size=roles.world, timeout=limit),
+            roles,
+            pulse,
         )
-    else:
-        roles, rank = Roles.of(dist.get_world_size(), workers, curvature), dist.get_rank()
-        pulse = _pulse(dist.distributed_c10d._get_default_store(), roles, rank, timeout, patience)
 
     def groups() -> tuple[Any, Any, Any]:
         """Everybody; everybody on NCCL; the inner ranks."""
@@ -101,20 +123,18 @@ def join(workers: int | None, curvature: int, timeout: float, device: torch.devi
         team = dist.new_group(list(roles.inner), backend=kind, timeout=FOREVER) if roles.workers > 1 else None
         return wire, nccl, team
 
-    wire, nccl, team = _interruptible(groups, pulse)
+    wire, nccl, team = _interruptible(groups, roles, pulse)
+    store = _interruptible(lambda: _store(dist.distributed_c10d._get_default_store(), CONNECTING), roles, pulse)
     channel = Channel(wire, rank, pulse, nccl, Tag.RECORDS)
     if team is not None and rank < roles.workers:
         channel.interrupts.append(lambda: interrupt(team, rank))
-    return Membership(roles, rank, pulse, channel, team, _store(dist.distributed_c10d._get_default_store()))
+    pulse.met()
+    return Membership(roles, rank, pulse, channel, team, store)
 
 
-def _pulse(store: Any, roles: Roles, rank: int, timeout: float, patience: float) -> Pulse:
-    """A pulse that beats, as everyone's does."""
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    pulse = Pulse(_store(store), roles, rank, timeout, None if agent else 0)
-    _interruptible(lambda: pulse.start(patience))
-    pulse.engage()
-    return pulse
+def _agent() -> bool:
+    """Whether the store is kept by whoever started the processes, and not by the first of them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _backend() -> str:
@@ -124,24 +144,31 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if enough else "gloo"
 
 
-def _store(given: Any) -> Any:
+def _tcp(keeps: bool, limit: float) -> Any:
+    """A connection to the store that the environment names; the process that keeps it makes it."""
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=keeps,
+        timeout=timedelta(seconds=limit),
+        wait_for_workers=False,  # the pulse does that, and knows who is missing
+        multi_tenant=keeps,
+    )
+    return PrefixStore(f"nhgd/{_joined}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _store(given: Any, limit: float) -> Any:
     """A connection of our own to the store of the process group."""
-    prefix = f"nhgd/{_joined}"
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         with suppress(RuntimeError, ValueError):
-            store = TCPStore(
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                is_master=False,
-                timeout=timedelta(seconds=PATIENCE),
-            )
-            return PrefixStore(f"{prefix}/{attempt}", store)
-    return PrefixStore(prefix, given.clone() if hasattr(given, "clone") else given)
+            return _tcp(False, limit)
+    return PrefixStore(f"nhgd/{_joined}", given.clone() if hasattr(given, "clone") else given)
 
 
-def _interruptible(work: Callable[[], Any], pulse: Pulse | None = None) -> Any:
-    """Do something that waits inside torch, in another thread, so that Ctrl-C and a lost process end it."""
+def _interruptible(
+    work: Callable[[], Any], roles: Roles, pulse: Pulse | None = None, limit: float | None = None
+) -> Any:
+    """Do something that waits inside torch, in another thread, so that Ctrl-C, a lost process and a limit end it."""
     found: list[Any] = []
     errors: list[BaseException] = []
 
@@ -152,15 +179,22 @@ def _interruptible(work: Callable[[], Any], pulse: Pulse | None = None) -> Any:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="nhgd joining", daemon=True)
+    began = time.monotonic()
     thread.start()
     while thread.is_alive():
         thread.join(0.1)
-        lost = pulse.lost() if pulse is not None and thread.is_alive() else None
-        if lost is not None:
-            raise RunError(lost)
+        if pulse is not None and thread.is_alive():
+            pulse.check()
+        if limit is not None and time.monotonic() > began + limit + 1:  # torch has a limit too, which comes first
+            break
     if errors and isinstance(errors[0], NhgdError):
         raise errors[0]
+    cause = errors[0] if errors else None
+    if not found and limit is not None and time.monotonic() > began + limit - 1:
+        who = "The store of the process group" if _agent() else roles.called(0)
+        place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        raise RunError(f"{who} could not be reached at {place} within {limit:g} s.") from cause
     if errors:
         why = str(errors[0]).splitlines()[0] if str(errors[0]) else type(errors[0]).__name__
-        raise RunError(f"The processes could not be connected: {why}.") from errors[0]
+        raise RunError(f"The processes could not be connected: {why}.") from cause
     return found[0]

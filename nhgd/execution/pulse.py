@@ -12,14 +12,19 @@ from typing import Any
 from nhgd.errors import RunError
 from nhgd.execution.roles import Roles
 
+# Seconds, at least, for a sign of life until everyone has met. Imports hold Python's lock, on a crowded machine for seconds,
+# and programs that were started together do not all start at the same speed.
+START = 30.0
+
 
 class Pulse:
     """Every process writes a number into a shared store, again and again, and reads those of the others.
 
     A process whose number stays the same for `timeout` seconds is lost, and so is the store's keeper when the store does
-    not answer for so long. A process that fails leaves its last words there, and one that has done its part says so and
-    may leave. The store is a torch.distributed one, through a connection that nobody else uses. Two daemon threads are at work, because a store whose keeper is
-    paused never answers: one beats, one watches the time.
+    not answer for so long; until everyone has met, START seconds are allowed where that is more. A process that fails
+    leaves its last words there, and one that has done its part says so and may leave. The store is a torch.distributed
+    one, through a connection that nobody else uses. Two daemon threads are at work, because a store whose keeper is paused
+    never answers: one beats, one watches the time.
 
     Args:
         store: where to write; this object's own connection.
@@ -33,6 +38,7 @@ class Pulse:
         self._store, self._roles, self._rank, self._timeout, self._keeper = store, roles, rank, timeout, keeper
         self._others = [other for other in range(roles.world) if other != rank]
         self._interval = min(1.0, timeout / 5)
+        self._limit = max(timeout, START)
         self._beats = 0
         self._words: str | None = None
         self._done = False
@@ -40,10 +46,12 @@ class Pulse:
         self._hurry = threading.Event()
         self._ended = False
         self._round = time.monotonic()
-        self._numbers: dict[int, tuple[int, float]] = {}
+        self._numbers: dict[int, tuple[int | None, float]] = {}  # None: not seen yet
         self._last_words: dict[int, str] = {}
         self._excused: set[int] = set()
         self._alarms: list[Callable[[str], None]] = []
+        self._alarmed: str | None = None
+        self._alarming = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
         self._engaged = False
@@ -64,48 +72,69 @@ class Pulse:
             self._engaged, self._done = False, self._words is None
             self._publish(lambda: self._told[2] or not self._done)
 
-    def start(self, patience: float) -> None:
-        """Begin to beat, and wait until everyone does."""
-        self._store.set_timeout(timedelta(seconds=max(1.0, self._timeout)))
-        self._store.set(self._key(self._rank), json.dumps([0, None, False]))
-        deadline = time.monotonic() + patience
-        missing = list(self._others)
-        while missing:
-            missing = [other for other in missing if not self._store.check([self._key(other)])]
-            if missing and time.monotonic() > deadline:
-                names = ", ".join(self._roles.called(other) for other in missing)
-                raise RunError(f"After {patience:g} s not all processes have arrived. Missing: {names}.")
-            if missing:
-                time.sleep(0.02)
+    def start(self) -> None:
+        """Begin to beat. From now on a process that stands still is noticed, and so is one that does not arrive."""
         self._round = now = time.monotonic()
-        self._numbers = dict.fromkeys(self._others, (-1, now))
+        self._numbers = dict.fromkeys(self._others, (None, now))
         for work in (self._beat, self._watch):
             thread = threading.Thread(target=work, name=f"nhgd pulse {work.__name__}", daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    def meet(self) -> None:
+        """Wait until everyone beats."""
+        while self._unseen():
+            self.check()
+            time.sleep(0.02)
+
+    def met(self) -> None:
+        """Everyone is here: the limit is `timeout` from now on."""
+        now = time.monotonic()
+        self._numbers = dict.fromkeys(self._others, (-1, now))
+        self._round = now
+        self._limit = self._timeout
+
+    def check(self) -> None:
+        """Raise when a process is lost."""
+        sentence = self.lost()
+        if sentence is not None:
+            raise RunError(sentence)
+
+    def _unseen(self) -> list[int]:
+        return [other for other, (number, _) in self._numbers.items() if number is None]
 
     @staticmethod
     def _key(rank: int) -> str:
         return f"nhgd/pulse/{rank}"
 
     def on_loss(self, alarm: Callable[[str], None]) -> None:
-        """Call this, from a thread of the pulse, once, with a sentence, when a process that is needed is lost."""
-        self._alarms.append(alarm)
+        """Call this once, with a sentence, when a process that is needed is lost: from a thread of the pulse, or at once."""
+        with self._alarming:
+            self._alarms.append(alarm)
+            lost = self._alarmed
+        if lost is not None:
+            alarm(lost)
 
     def lost(self) -> str | None:
         """Who is lost, as a sentence, or None."""
         for other, words in list(self._last_words.items()):
             return self._stopped(other, words)
-        now = time.monotonic()
-        late = (other for other, (_, heard) in self._numbers.items() if now - heard > self._timeout)
-        silent = [other for other in late if other not in self._excused]
-        if now - self._round > self._timeout:
+        now, limit = time.monotonic(), self._limit
+        if now - self._round > limit:
             who = "The store of the process group" if self._keeper is None else self._roles.called(self._keeper)
-            return f"{who} could not be reached for {self._timeout:g} s."
-        if silent:
-            names = " and ".join(self._roles.called(other) for other in silent)
-            return f"{names} gave no sign of life for {self._timeout:g} s."
-        return None
+            return f"{who} could not be reached for {limit:g} s."
+        late = [other for other, (_, heard) in self._numbers.items() if now - heard > limit]
+        late = [other for other in late if other not in self._excused]
+        absent = [other for other in late if other in self._unseen()]
+        if absent:
+            return (
+                f"{self._named(absent)} did not arrive within {limit:g} s. Start all processes at once, or allow more time, such"
+                " as timeout=120."
+            )
+        return f"{self._named(late)} gave no sign of life for {limit:g} s." if late else None
+
+    def _named(self, ranks: list[int]) -> str:
+        return " and ".join(self._roles.called(rank) for rank in ranks)
 
     def why(self, rank: int) -> str | None:
         """Why a process closed its connection: its last words, for which we wait a moment. None: it had done its part."""
@@ -132,8 +161,8 @@ class Pulse:
         self._publish(lambda: self._told[1] is not None, patience)
 
     def _publish(self, known: Callable[[], bool], patience: float = 2.0) -> None:
-        """Beat at once, and wait until the store knows."""
-        deadline = time.monotonic() + patience
+        """Beat at once, and wait until the store knows; not where it cannot be reached."""
+        deadline = min(time.monotonic() + patience, self._round + self._limit)
         while not known() and time.monotonic() < deadline and not self._ended:
             self._hurry.set()
             time.sleep(0.005)
@@ -143,20 +172,25 @@ class Pulse:
         self._ended = True
         self._hurry.set()
         self._over.set()
+        deadline = time.monotonic() + 2.0
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(2.0)
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _beat(self) -> None:
+        self._store.set_timeout(timedelta(seconds=max(1.0, self._timeout)))
         while not self._ended:
             self._hurry.clear()
+            unseen = self._unseen()
             try:
                 self._beats += 1
                 telling = self._beats, self._words, self._done
                 self._store.set(self._key(self._rank), json.dumps(telling))
-                found = self._store.multi_get([self._key(other) for other in self._others]) if self._others else []
+                # A key that is not there yet would be waited for.
+                here = [o for o in self._others if o not in unseen or self._store.check([self._key(o)])]
+                found = self._store.multi_get([self._key(other) for other in here]) if here else []
                 now = time.monotonic()
-                for other, text in zip(self._others, found, strict=True):
+                for other, text in zip(here, found, strict=True):
                     number, words, done = json.loads(text)
                     if number != self._numbers[other][0]:
                         self._numbers[other] = number, now
@@ -168,13 +202,16 @@ class Pulse:
             except Exception:
                 # The connection is broken or the store is gone: the watch will say so when the time is up.
                 self._over.wait(self._interval / 5)
-            self._hurry.wait(self._interval)
+            self._hurry.wait(0.05 if unseen else self._interval)
 
     def _watch(self) -> None:
         while not self._ended:
             self._over.wait(self._interval / 4)
             sentence = self.lost() if self.engaged else None
             if sentence is not None:
-                for alarm in self._alarms:
+                with self._alarming:
+                    self._alarmed = sentence
+                    alarms = list(self._alarms)
+                for alarm in alarms:
                     alarm(sentence)
                 return

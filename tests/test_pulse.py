@@ -1,0 +1,88 @@
+"""Signs of life: who is missed, when. One process plays several ranks."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from nhgd.errors import RunError
+from nhgd.execution import pulse as pulses
+from nhgd.execution.pulse import Pulse
+from nhgd.execution.roles import Roles
+
+ROLES = Roles(1, 1)
+LONG = 60.0
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """A function that makes the pulse of a rank; before everyone has met a second is allowed instead of thirty."""
+    monkeypatch.setattr(pulses, "START", 1.0)
+    keeper = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    made = []
+
+    def rank(number: int, timeout: float = 0.5) -> Pulse:
+        store = TCPStore("127.0.0.1", keeper.port, is_master=False, timeout=timedelta(seconds=5))
+        made.append(Pulse(PrefixStore("here", store), ROLES, number, timeout))
+        made[-1].start()
+        made[-1].engage()
+        return made[-1]
+
+    yield rank
+    for one in made:
+        one.stop()
+
+
+def until_lost(pulse: Pulse, alarm: threading.Event) -> str | None:
+    assert alarm.wait(LONG)
+    return pulse.lost()
+
+
+def heard(pulse: Pulse) -> threading.Event:
+    alarm = threading.Event()
+    pulse.on_loss(lambda _: alarm.set())
+    return alarm
+
+
+def test_who_does_not_arrive_is_named(ranks):
+    alone = ranks(0)
+    with pytest.raises(RunError, match=r"Rank 1 \(curvature\) did not arrive within 1 s\. Start all"):
+        alone.meet()
+
+
+def test_who_stands_still_after_it_has_arrived_is_named_before_all_have_met(ranks):
+    first, second = ranks(0), ranks(1)
+    alarm = heard(first)
+    first.meet()
+    second.stop()
+    assert until_lost(first, alarm) == "Rank 1 (curvature) gave no sign of life for 1 s."
+
+
+def test_once_all_have_met_the_limit_is_the_callers(ranks):
+    first, second = ranks(0), ranks(1)
+    alarm = heard(first)
+    for one in (first, second):
+        one.meet()
+        one.met()
+    second.stop()
+    assert until_lost(first, alarm) == "Rank 1 (curvature) gave no sign of life for 0.5 s."
+
+
+def test_last_words_before_the_meeting_reach_the_others(ranks):
+    first, second = ranks(0), ranks(1)
+    second.say("My data is gone. Fetch it.")
+    alarm = heard(first)
+    assert until_lost(first, alarm) == "Rank 1 (curvature) stopped: My data is gone. Fetch it."
+
+
+def test_who_asks_after_the_alarm_hears_of_it_at_once(ranks):
+    first, second = ranks(0), ranks(1)
+    alarm = heard(first)
+    second.say("it was interrupted.")
+    assert alarm.wait(LONG)
+    late: list[str] = []
+    first.on_loss(late.append)
+    assert late == ["Rank 1 (curvature) stopped: it was interrupted."]
