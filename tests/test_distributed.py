@@ -20,6 +20,7 @@ from nhgd.algorithm.base import StepInfo
 from nhgd.algorithm.stage import Stage
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError
 from nhgd.execution import Distributed, Inline
+from nhgd.execution.base import Report
 from nhgd.execution.division import Division
 from nhgd.execution.packing import from_bytes, joined, packed, shapes, to_bytes, unpacked
 from nhgd.execution.roles import Roles
@@ -142,6 +143,8 @@ def in_two(rank: int, size: int, folder: str) -> Answers:
     dist.barrier()
     found["too few"] = said(lambda: solved(Distributed(curvature_ranks=2), NHGD(KFAC())))
     found["many shapes"] = many_shapes()
+    found["undelivered"] = undelivered(rank)
+    dist.barrier()
     return found
 
 
@@ -163,6 +166,25 @@ def of_many_sizes(execution: Any) -> nhgd.Solver:
     problem, (x, y, i), outer = problem_of(small)
     batches = [(x[:size], y[:size], i[:size]) for size in range(2, 9)]
     return nhgd.Solver(problem, batches, [outer], method=NHGD(KFAC()), execution=execution, inner_steps=INNER)
+
+
+def undelivered(rank: int) -> tuple[str, str]:
+    """A curvature rank that lives but takes no messages any more: the end of the run cannot be told to it."""
+    executor = Distributed(timeout=1.0)
+    problem, _, _ = problem_of(small)
+    executor.start(KFAC(), problem.theta)
+    dist.barrier()
+    if rank == 1:
+        with executor._member.channel.changed:  # which whoever receives needs, for each message
+            dist.barrier()
+        executor.close()
+        return "nothing", ""
+    for _ in range(20):
+        executor.begin()
+    found = said(lambda: executor.finish(lambda: Report({}, [])))
+    dist.barrier()
+    executor.close()
+    return found
 
 
 def ridge(v: Any) -> Any:
@@ -372,6 +394,12 @@ def test_forms_of_records_are_forgotten_on_both_sides():
     for found in answers(2):
         same(found["many shapes"], expected, exactly=True)
         assert found["many shapes"]["forms"] == 3
+
+
+def test_a_run_whose_end_cannot_be_told_fails_by_a_sentence():
+    kind, sentence = answers(2)[0]["undelivered"]
+    assert kind == "RunError"
+    assert sentence.startswith("Rank 1 (curvature) could not be told that the run has ended")
 
 
 def test_the_history_tells_bytes_and_times():

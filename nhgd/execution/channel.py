@@ -184,17 +184,34 @@ class Channel:
         while works and works[0][0] <= mark:
             works.popleft()
 
-    def flush(self, patience: float) -> bool:
-        """Wait until everything sent has arrived, for so many seconds."""
-        deadline = time.monotonic() + patience
-        while self._delivered < self._posted and time.monotonic() < deadline and self.failure is None:
+    def flush(self, patience: float) -> list[int]:
+        """Wait until everything sent has arrived; the ranks to which something has not when nothing moved for so many seconds."""
+        moved, since = -1, time.monotonic()
+        sent = [(lane.target, work) for lane, works in self._out.items() for _, work in works]
+        arrived: list[int] = []
+        waiting: threading.Thread | None = None
+        while self.failure is None and time.monotonic() - since < patience:
+            if self._delivered + len(arrived) > moved:
+                moved, since = self._delivered + len(arrived), time.monotonic()
+            if waiting is None and self._delivered == self._posted:
+                sent = [(lane.target, work) for lane, works in self._out.items() for _, work in works]
+                waiting = threading.Thread(target=self._await, args=(sent, arrived), name="nhgd flush", daemon=True)
+                self._threads.append(waiting)
+                waiting.start()
+            elif waiting is not None and not waiting.is_alive():
+                break
             time.sleep(0.001)
-        works = [work for sent in self._out.values() for _, work in sent]
-        waiting = threading.Thread(target=_wait_for, args=(works,), daemon=True)
-        waiting.start()
-        while waiting.is_alive() and time.monotonic() < deadline and self.failure is None:
-            waiting.join(0.05)
-        return not waiting.is_alive()
+        if waiting is None:
+            return sorted({target for target, _ in sent})
+        return sorted({target for target, _ in sent[len(arrived) :]})
+
+    def _await(self, sent: Sequence[tuple[int, Any]], arrived: list[int]) -> None:
+        for target, work in sent:
+            try:
+                work.wait()
+            except RuntimeError:
+                self._broken(target)  # no fault where the other has done its part: then it had everything
+            arrived.append(target)
 
     def check(self) -> None:
         """Raise when a process that is needed is lost."""
@@ -305,11 +322,3 @@ def interrupt(group: Any, rank: int) -> threading.Thread | None:
 def as_text(content: Any) -> Tensor:
     """JSON as bytes."""
     return torch.frombuffer(bytearray(json.dumps(content, default=str).encode()), dtype=torch.uint8)
-
-
-def _wait_for(works: Sequence[Any]) -> None:
-    try:
-        for work in works:
-            work.wait()
-    except RuntimeError:
-        return

@@ -346,8 +346,18 @@ class Distributed(AbstractExecutor):
             content = as_text([found.text, shapes(found.tensors)])
             member.channel.post(keeper, Tag.RECORDS, Word.FINISH, 0, content, found.tensors, self.traffic.records + 1)
         self._messages += 1
-        member.channel.flush(self.timeout)
+        unreached = member.channel.flush(self.timeout)
         member.channel.check()
+        if unreached:
+            names = " and ".join(map(member.roles.called, unreached))
+            raise RunError(
+                f"{names} could not be told that the run has ended: nothing arrived there for {self.timeout:g} s, though it gives"
+                " signs of life. Look at the network between the machines, or allow more time by timeout."
+            )
+        # What was sent may still have been lost on the way: they say so themselves when they have it.
+        while not member.pulse.acknowledged(member.roles.keepers):
+            member.channel.check()
+            time.sleep(0.005)
         member.pulse.release()
 
     def fail(self, error: BaseException) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -42,13 +42,15 @@ class Pulse:
         self._beats = 0
         self._words: str | None = None
         self._done = False
-        self._told: tuple[int, str | None, bool] = (0, None, False)  # what the store knows of us
+        self._parts = 0  # how often this process has done its part
+        self._told: tuple[int, str | None, bool, int] = (0, None, False, 0)  # what the store knows of us
         self._hurry = threading.Event()
         self._ended = False
         self._round = time.monotonic()
         self._numbers: dict[int, tuple[int | None, float]] = {}  # None: not seen yet
         self._last_words: dict[int, str] = {}
         self._excused: set[int] = set()
+        self._done_by: dict[int, int] = {}
         self._alarms: list[Callable[[str], None]] = []
         self._alarmed: str | None = None
         self._alarming = threading.Lock()
@@ -66,10 +68,18 @@ class Pulse:
         if not self._engaged:
             self._engaged, self._done = True, False
 
+    def acknowledged(self, ranks: Iterable[int]) -> bool:
+        """Whether these have done their part of what this process is about to end."""
+        if all(self._done_by.get(rank, 0) > self._parts for rank in ranks):
+            return True
+        self._hurry.set()
+        return False
+
     def release(self) -> None:
         """This process has done its part, and the others know it when this returns."""
         if self._engaged:
             self._engaged, self._done = False, self._words is None
+            self._parts += self._done
             self._publish(lambda: self._told[2] or not self._done)
 
     def start(self) -> None:
@@ -184,14 +194,14 @@ class Pulse:
             unseen = self._unseen()
             try:
                 self._beats += 1
-                telling = self._beats, self._words, self._done
+                telling = self._beats, self._words, self._done, self._parts
                 self._store.set(self._key(self._rank), json.dumps(telling))
                 # A key that is not there yet would be waited for.
                 here = [o for o in self._others if o not in unseen or self._store.check([self._key(o)])]
                 found = self._store.multi_get([self._key(other) for other in here]) if here else []
                 now = time.monotonic()
                 for other, text in zip(here, found, strict=True):
-                    number, words, done = json.loads(text)
+                    number, words, done, self._done_by[other] = json.loads(text)
                     if number != self._numbers[other][0]:
                         self._numbers[other] = number, now
                     if words is not None:
