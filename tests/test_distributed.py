@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -145,6 +147,7 @@ def in_two(rank: int, size: int, folder: str) -> Answers:
     found["many shapes"] = many_shapes()
     found["undelivered"] = undelivered(rank)
     dist.barrier()
+    found["held"] = held()
     return found
 
 
@@ -184,6 +187,16 @@ def undelivered(rank: int) -> tuple[str, str]:
     found = said(lambda: executor.finish(lambda: Report({}, [])))
     dist.barrier()
     executor.close()
+    return found
+
+
+def held() -> list[tuple[int, int]]:
+    """Threads and open files of this process after each of twenty solvers."""
+    found = []
+    for _ in range(20):
+        solved(Distributed(), NHGD(KFAC()), steps=1)
+        gc.collect()
+        found.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
     return found
 
 
@@ -400,6 +413,12 @@ def test_a_run_whose_end_cannot_be_told_fails_by_a_sentence():
     kind, sentence = answers(2)[0]["undelivered"]
     assert kind == "RunError"
     assert sentence.startswith("Rank 1 (curvature) could not be told that the run has ended")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads and files in /proc")
+def test_twenty_solvers_leave_no_thread_and_no_file_open():
+    for found in answers(2):
+        assert found["held"][19] <= found["held"][1]
 
 
 def test_the_history_tells_bytes_and_times():

@@ -86,3 +86,14 @@ def test_who_asks_after_the_alarm_hears_of_it_at_once(ranks):
     late: list[str] = []
     first.on_loss(late.append)
     assert late == ["Rank 1 (curvature) stopped: it was interrupted."]
+
+
+def test_who_has_done_its_part_may_go_and_the_others_know(ranks):
+    first, second = ranks(0), ranks(1)
+    first.meet()
+    second.meet()
+    second.release()
+    assert not second.part(0.1)
+    first.release()
+    assert first.part(LONG)
+    assert second.part(LONG)

@@ -249,15 +249,18 @@ class Channel:
         for interrupt in self.interrupts:
             interrupt()
 
-    def close(self) -> None:
-        """End the threads. Nothing may be on its way any more."""
+    def close(self) -> bool:
+        """End the threads. Nothing may be on its way any more. Whether all of them have ended."""
         self._ended = True
         self._outbox.put(None)
         if self.failure is None:
             self._threads += [thread for thread in (self.interrupts[0](),) if thread is not None]
+        deadline = time.monotonic() + 2.0
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(2.0)
+                thread.join(max(0.0, deadline - time.monotonic()))
+        self._out.clear()
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _broken(self, other: int) -> None:
         """The connection to another process is closed: a fault, unless nobody needs anybody any more."""

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,6 +46,7 @@ class Membership:
     pulse: Pulse
     channel: Channel
     team_group: Any  # of the inner ranks, or None where there is only one
+    groups: tuple[Any, ...]  # all that were made for this membership
     store: Any
     _agreed: int = 0
 
@@ -68,10 +69,30 @@ class Membership:
         return found
 
     def leave(self) -> None:
-        """End the threads; who leaves has done its part, or has said why not."""
+        """End the threads and let go of the groups; who leaves has done its part, or has said why not.
+
+        A connection is closed when nobody needs it any more, or when nobody can. A group in which a thread still waits is
+        left as it is, and so is the team's where the others may still be in it.
+        """
         self.pulse.release()
-        self.channel.close()
+        parted = self.pulse.part()
+        ended = self.channel.close()
         self.pulse.stop()
+        if ended and (parted or self.channel.failure is not None):
+            _let_go(self.groups)
+
+
+def _let_go(groups: Sequence[Any]) -> None:
+    """Destroy process groups. NCCL may wait for the others in it, and a broken group may refuse: neither holds us up."""
+
+    def work() -> None:
+        for group in groups:
+            with suppress(Exception):
+                dist.destroy_process_group(group)
+
+    thread = threading.Thread(target=work, name="nhgd leaving", daemon=True)
+    thread.start()
+    thread.join(2.0)
 
 
 def arrive(workers: int | None, curvature: int, timeout: float) -> Arrival:
@@ -129,7 +150,8 @@ def join(arrival: Arrival, device: torch.device) -> Membership:
     if team is not None and rank < roles.workers:
         channel.interrupts.append(lambda: interrupt(team, rank))
     pulse.met()
-    return Membership(roles, rank, pulse, channel, team, store)
+    made = tuple(group for group in (team, nccl, wire) if group is not None)
+    return Membership(roles, rank, pulse, channel, team, made, store)
 
 
 def _agent() -> bool:

@@ -75,6 +75,16 @@ class Pulse:
         self._hurry.set()
         return False
 
+    def part(self, patience: float = 2.0) -> bool:
+        """Wait a moment for the others to have done their parts, too; whether they have."""
+        deadline = time.monotonic() + patience
+        while self._done and not self._ended and len(self._excused) < len(self._others):
+            if time.monotonic() > deadline or self._last_words:
+                return False
+            self._hurry.set()
+            time.sleep(0.005)
+        return self._done
+
     def release(self) -> None:
         """This process has done its part, and the others know it when this returns."""
         if self._engaged:
