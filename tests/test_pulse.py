@@ -1,15 +1,18 @@
-"""Signs of life: who is missed, when. One process plays several ranks."""
+"""Signs of life: who is missed, when, and how waits are broken then. One process plays several ranks."""
 
 from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+import torch
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
 from nhgd.errors import RunError
 from nhgd.execution import pulse as pulses
+from nhgd.execution.channel import Channel, abort
 from nhgd.execution.pulse import Pulse
 from nhgd.execution.roles import Roles
 
@@ -97,3 +100,50 @@ def test_who_has_done_its_part_may_go_and_the_others_know(ranks):
     first.release()
     assert first.part(LONG)
     assert second.part(LONG)
+
+
+class Nccl:
+    """Stands in for an NCCL group, of which there is none without GPUs: what waits in it, only abort() ends."""
+
+    def __init__(self, inside: bool, fails: bool = False) -> None:
+        self.aborted = threading.Event()
+        self._fails = fails
+        self._inside = Nccl(False, fails) if inside else None
+        if not inside:
+            self.abort = self._abort
+
+    def _abort(self) -> None:
+        self.aborted.set()
+        if self._fails:
+            raise RuntimeError("NCCL error: the communicator was aborted already")
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._inside
+
+    def wait(self) -> None:
+        place = self if self._inside is None else self._inside
+        assert place.aborted.wait(LONG)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("inside", [False, True], ids=["of the group", "of its backend"])
+def test_a_wait_on_the_gpu_is_broken_by_an_abort(inside, fails):
+    group = Nccl(inside, fails)
+    waiting = threading.Thread(target=group.wait, daemon=True)
+    waiting.start()
+    breaking = abort(group)
+    waiting.join(LONG)
+    breaking.join(LONG)
+    assert not waiting.is_alive()
+    assert not breaking.is_alive()
+
+
+def test_a_lost_process_aborts_the_group_on_the_gpu(ranks):
+    group = Nccl(False)
+    wire = ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=5))
+    pulse = ranks(0)
+    channel = Channel(wire, 0, pulse, group, device_tag=1)
+    ranks(1).say("it was interrupted.")
+    assert group.aborted.wait(LONG)
+    assert channel.failure == "Rank 1 (curvature) stopped: it was interrupted."
+    channel.close()

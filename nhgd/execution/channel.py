@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
@@ -76,6 +77,8 @@ class Channel:
         self.failure: str | None = None
         self._left: set[int] = set()
         self.interrupts: list[Callable[[], Any]] = [lambda: interrupt(group, rank)]
+        if device_group is not None:
+            self.interrupts.append(lambda: abort(device_group))
         pulse.on_loss(self.fail)
         for other in range(group.size()):
             if other != rank:
@@ -307,17 +310,32 @@ class Channel:
 
 def interrupt(group: Any, rank: int) -> threading.Thread | None:
     """Break every wait in a gloo group of which this is the member `rank`, by one that times out."""
-
-    def work() -> None:
-        try:
-            group.recv([torch.empty(1)], (rank + 1) % group.size(), 99).wait(timedelta(milliseconds=1))
-        except Exception:
-            return
-
-    # In a thread of its own, because the one that calls may be the one that must not stand still.
     if group.size() < 2:
         return None
-    thread = threading.Thread(target=work, name="nhgd interrupt", daemon=True)
+    wait = timedelta(milliseconds=1)
+    return _aside(lambda: group.recv([torch.empty(1)], (rank + 1) % group.size(), 99).wait(wait))
+
+
+def abort(group: Any) -> threading.Thread:
+    """Break every wait in an NCCL group. These are kernels on the GPU: nothing that times out elsewhere reaches them."""
+
+    def work() -> None:
+        # Which of them has it depends on the version of torch.
+        holder = group if hasattr(group, "abort") else group._get_backend(torch.device("cuda"))
+        if hasattr(holder, "abort"):
+            holder.abort()
+
+    return _aside(work)
+
+
+def _aside(work: Callable[[], Any]) -> threading.Thread:
+    """Do it in a thread of its own, because the one that calls may be the one that must not stand still."""
+
+    def run() -> None:
+        with suppress(Exception):  # the group is broken, which is what was wanted
+            work()
+
+    thread = threading.Thread(target=run, name="nhgd interrupt", daemon=True)
     thread.start()
     return thread
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from nhgd.errors import InputError, NhgdError, RunError
-from nhgd.execution.channel import FOREVER, Channel, interrupt
+from nhgd.execution.channel import FOREVER, Channel, abort, interrupt
 from nhgd.execution.protocol import Tag
 from nhgd.execution.pulse import START, Pulse
 from nhgd.execution.roles import Roles
@@ -148,7 +148,7 @@ def join(arrival: Arrival, device: torch.device) -> Membership:
     store = _interruptible(lambda: _store(dist.distributed_c10d._get_default_store(), CONNECTING), roles, pulse)
     channel = Channel(wire, rank, pulse, nccl, Tag.RECORDS)
     if team is not None and rank < roles.workers:
-        channel.interrupts.append(lambda: interrupt(team, rank))
+        channel.interrupts.append(lambda: interrupt(team, rank) if nccl is None else abort(team))
     pulse.met()
     made = tuple(group for group in (team, nccl, wire) if group is not None)
     return Membership(roles, rank, pulse, channel, team, made, store)
