@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import QUADRATIC, Trial, cut_off, distributed, good, harmed
+from benchmarks.faults import QUADRATIC, Moment, Trial, cut_off, distributed, good, harmed
 from nhgd.checkpoint import Saved
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
@@ -40,7 +40,7 @@ def test_a_killed_curvature_rank_ends_the_run_and_a_restart_goes_on_from_the_che
 
 
 def test_a_paused_inner_rank_is_noticed_in_time_and_nobody_is_left(tmp_path):
-    row = harmed("pause", rank=1, world=3, moment=None, timeout=TIMEOUT, task=QUADRATIC)
+    row = harmed("pause", rank=1, world=3, moment=Moment("running", 0.5), timeout=TIMEOUT, task=QUADRATIC)
     assert good(row), row
     assert "Rank 1 (inner) gave no sign of life for 3 s." in row["sentence"]
     assert "The last good checkpoint is" in row["sentence"]
@@ -71,20 +71,22 @@ def test_the_ranks_end_with_the_one_that_started_them(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["kill", "pause"])
 def test_any_rank_may_be_harmed_at_any_moment(kind, rank):
-    row = harmed(kind, rank=rank, world=3, moment=None, timeout=TIMEOUT, resume=distributed(["workers=2"]))
+    row = harmed(
+        kind, rank=rank, world=3, moment=Moment("running", 0.5), timeout=TIMEOUT, resume=distributed(["workers=2"])
+    )
     assert good(row), row
 
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_before_it_has_met_the_others_is_named():
-    row = harmed("pause", rank=1, world=2, moment=0.2, timeout=TIMEOUT)
+    row = harmed("pause", rank=1, world=2, moment=Moment("starting", 0.2), timeout=TIMEOUT)
     assert good(row), row
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("ip") is None, reason="network namespaces take root and iproute2")
 def test_a_cut_network_is_noticed_on_both_sides():
-    row = cut_off(moment=0.5, timeout=TIMEOUT)
+    row = cut_off(Moment("running", 0.5), TIMEOUT)
     assert good(row), row
 
 
