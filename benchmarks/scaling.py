@@ -37,6 +37,7 @@ NVLINK, NVLINK_LATENCY = 450e9, 5e-6
 INFINIBAND, INFINIBAND_LATENCY = 50e9, 10e-6
 NODE = 8  # GPUs that NVLink joins
 NUMBER = 4  # bytes of float32
+UPDATE = 24  # bytes of memory traffic for each entry of A in a rank-one update: 8 read for the product, 8 read and 8 written
 INNER_STEPS = 10  # and one solve, for each outer step
 WINDOW = 1024
 
@@ -173,8 +174,8 @@ class Machine:
         return net.factor_flops() / self.gemm_rate + net.basis_work() / self.basis_rate / INNER_STEPS
 
     def dense(self, net: Net) -> float:
-        """The rank-one update in float64: A is read for the product, read and written for the update, read for the guard."""
-        return 4 * 8 * float(net.parameters) ** 2 / self.memory_rate
+        """The rank-one update in float64: A is read for the product, read and written for the update."""
+        return UPDATE * float(net.parameters) ** 2 / self.memory_rate
 
     def window(self, net: Net) -> float:
         return (net.window_flops() + WINDOW**3 / 3 / INNER_STEPS) / self.gemm_rate
@@ -197,7 +198,7 @@ def machine_of_streams(result: dict[str, Any], submit: float) -> Machine:
         MLP.inner_flops() / seconds("inner", "MLP", "invert_every=10", batch=8192),
         MLP.factor_flops() / factors,
         MLP.basis_work() / (INNER_STEPS * (bases - factors)),
-        4 * 8 * float(SOFTMAX.parameters) ** 2 / seconds("curvature", "rank-one", batch=1024),
+        UPDATE * float(SOFTMAX.parameters) ** 2 / seconds("curvature", "rank-one", batch=1024),
         small - a_layer,
         a_layer,
         submit,
@@ -495,7 +496,7 @@ def measure() -> dict[str, float]:
         "inner_rate": net.inner_flops() / inner_step((784, 1024, 1024, 10), 1024),
         "gemm_rate": 2 * 1024 * 1025**2 / timed(lambda: a.T @ a),
         "basis_rate": 1024**3 / timed(lambda: torch.linalg.eigh(matrix), 3),
-        "memory_rate": 4 * 8 * 3000**2 / timed(rank_one),
+        "memory_rate": UPDATE * 3000**2 / timed(rank_one),
         "overhead": small - (four - small) / 3,
         "overhead_a_layer": (four - small) / 3,
     }
