@@ -1,9 +1,10 @@
 """How a record is made: the inner step watched while it computes its gradient.
 
-This is the only place where hooks exist. They live for one inner step: one forward hook notes the input of every Linear
+This is the only place where modules have hooks. They live for one inner step: one forward hook notes the input of every Linear
 and Conv2d whose weight belongs to theta, and the place in the autograd graph where its output was made, so that the
 same backward pass that gives the gradient also gives the score of every sample at every layer. Noting the place in the
-graph instead of the output tensor keeps in-place activations harmless.
+graph instead of the output tensor keeps in-place activations harmless. Under DistributedDataParallel `Reducer` makes that
+backward pass, and the gradient that comes out of it is that of all workers.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,10 @@ from nhgd.record import (
     PerSampleGradients,
     RecordKind,
 )
-from nhgd.team import Shard
+from nhgd.reducer import Reducer
+from nhgd.team import Shard, Team
+
+Scores: TypeAlias = "Sequence[Tensor | None]"
 
 
 @dataclass
@@ -93,42 +97,35 @@ class Recorder:
         problem, theta = self.problem, self.problem.theta
         part = batch if isinstance(batch, Shard) else None
         batch = batch if part is None else part.batch
-        tapping = self.kind in ("layer", "sample")
-        v: Sequence[Tensor] | None = [leaf.detach() for leaf in problem.v.leaves]
-        if problem.v.root is not None:
-            v = problem.v.leaves if tapping else None
-        if tapping:
+        if self._tapping:
             self._refuse_batchnorm()
+        reducer = theta.reducer if part is not None else None
         with torch.enable_grad():
-            with self._tapped(tapping) as calls:
-                # Given the leaves, a compiled module is seen uncompiled: it would not know of the hook.
-                losses = problem.losses(batch, theta.leaves if tapping else None, v)
-            if self.kind is not None and not losses.per_sample:
-                raise InputError(
-                    "Recording curvature needs per-sample losses, but inner() returned a scalar."
-                    " Return losses of shape (B,)."
-                )
-            value = losses.mean()
-            edges = [call.edge for call in calls]
-            unseen = tapping and not self._verified.issuperset(call.weight for call in calls)
-            again = unseen or self.likelihood is not None
-            wrt: Any = (*theta.leaves, *edges)
-            found = torch.autograd.grad(value, wrt, allow_unused=True, retain_graph=again or None)
-            data, scores = list(found[: len(theta.leaves)]), found[len(theta.leaves) :]
-            if unseen:
-                self._check_independent(losses, calls)
-                self._unaccounted |= self._find_unaccounted(self._layers(losses, calls, [scores]), calls, data, value)
-                self._verified |= {call.weight for call in calls}
-            value = value.detach()
+            if part is not None and reducer is not None and reducer.serves(part.team):
+                losses, calls, value, data, scores = self._reduced(part, reducer)
+                unseen = self._unseen(calls)
+                if unseen:
+                    # The gradient is that of the whole batch by now, and the wrapper's graph is not for other passes.
+                    with problem.guarded(seed=0):
+                        self._passed(batch)
+            else:
+                losses, calls, value, data, scores, unseen = self._passed(batch)
+                if part is not None:
+                    if reducer is not None:
+                        unused = [name for name, g in zip(theta.names, data, strict=True) if g is None]
+                        reducer.consider(part.team, unused)
+                        if reducer.serves(part.team):
+                            self._follow_first(part.team, reducer)
+                    value, data = self._summed(part, value, data, calls)
             samples = losses.values.numel() if losses.per_sample else (common_length(batch) or 1)
             if part is not None:
                 samples = part.total
-                value, data = self._summed(part, value, data, calls)
                 if unseen:
                     self._unaccounted = part.team.union(self._unaccounted, theta.names)
             seeds = self._seeds(losses)
             columns = [scores]
-            if seeds is not None and losses.outputs is not None and edges:
+            if seeds is not None and losses.outputs is not None and calls:
+                edges = [call.edge for call in calls]
                 columns = [
                     torch.autograd.grad(losses.outputs, edges, seed, allow_unused=True, retain_graph=True)
                     for seed in seeds
@@ -145,23 +142,106 @@ class Recorder:
             record = self._record(batch, losses, calls, data, columns, gradient, seeds, part)
         return InnerStep(gradient, value + problem.ridge().detach(), record)
 
-    def _summed(
-        self, part: Shard, value: Tensor, data: Sequence[Tensor | None], calls: list[_Call]
-    ) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss and its gradient on the whole batch, from those on this worker's part of it."""
-        leaves, share = self.problem.theta.leaves, part.share
-        # All workers must have met the same layers, or what they sum would not fit together.
+    @property
+    def _tapping(self) -> bool:
+        return self.kind in ("layer", "sample")
+
+    def _unseen(self, calls: list[_Call]) -> bool:
+        """Whether some layer was not looked at before."""
+        return self._tapping and not self._verified.issuperset(call.weight for call in calls)
+
+    def _forward(self, batch: Batch) -> tuple[Losses, list[_Call]]:
+        """The losses of a batch, and the layers they went through."""
+        problem, tapping = self.problem, self._tapping
+        v: Sequence[Tensor] | None = [leaf.detach() for leaf in problem.v.leaves]
+        if problem.v.root is not None:
+            v = problem.v.leaves if tapping else None
+        with self._tapped(tapping) as calls:
+            # Given the leaves, a compiled module is seen uncompiled: it would not know of the hook.
+            losses = problem.losses(batch, problem.theta.leaves if tapping else None, v)
+        if self.kind is not None and not losses.per_sample:
+            raise InputError(
+                "Recording curvature needs per-sample losses, but inner() returned a scalar. Return losses of shape (B,)."
+            )
+        return losses, calls
+
+    def _passed(self, batch: Batch) -> tuple[Losses, list[_Call], Tensor, list[Tensor | None], Scores, bool]:
+        """One forward and one backward pass over a batch: losses, layers, loss, gradient and scores.
+
+        Layers that were not seen before are looked at, and the last answer says that there were some.
+        """
+        leaves = self.problem.theta.leaves
+        losses, calls = self._forward(batch)
+        value = losses.mean()
+        unseen = self._unseen(calls)
+        again = unseen or self.likelihood is not None
+        wrt: Any = (*leaves, *(call.edge for call in calls))
+        found = torch.autograd.grad(value, wrt, allow_unused=True, retain_graph=again or None)
+        data, scores = list(found[: len(leaves)]), found[len(leaves) :]
+        if unseen:
+            self._check_independent(losses, calls)
+            self._unaccounted |= self._find_unaccounted(self._layers(losses, calls, [scores]), calls, data, value)
+            self._verified |= {call.weight for call in calls}
+        return losses, calls, value.detach(), data, scores, unseen
+
+    def _reduced(
+        self, part: Shard, reducer: Reducer
+    ) -> tuple[Losses, list[_Call], Tensor, list[Tensor | None], Scores]:
+        """The same, by DistributedDataParallel: the loss and the gradient are those of the whole batch."""
+        team, buffers = part.team, self.problem.theta.named_buffers
+        factor = part.share * team.size  # the wrapper takes the mean over workers, whose parts may differ in size
+        kept: list[tuple[Losses, list[_Call], Tensor, bool]] = []
+
+        def loss() -> Tensor:
+            before = [(id(buffer), buffer._version) for buffer in buffers().values()]
+            losses, calls = self._forward(part.batch)
+            value = losses.mean()
+            moved = before != [(id(buffer), buffer._version) for buffer in buffers().values()]
+            kept.append((losses, calls, value.detach(), moved))
+            return value * factor
+
+        with reducer.company(team):
+            whole = reducer.forward(loss)
+            losses, calls, value, moved = kept.pop()
+            hear = team.summing([self._told(part, value, calls, moved)])  # on its way during the backward pass
+            edges = [call.edge for call in calls]
+            data, found = reducer.backward(whole, edges, retain_graph=self.likelihood is not None)
+        team.bytes_sent += sum(g.numel() * g.element_size() for g in data if g is not None)
+        scores = [s if s is None or factor == 1 else s / factor for s in found]
+        told = hear()[0]
+        if float(told[3]) > 0:
+            self._follow_first(team, reducer)
+        return losses, calls, self._heard(part, told, value), data, scores
+
+    def _follow_first(self, team: Team, reducer: Reducer) -> None:
+        """Take the first worker's buffers now. The wrapper does so before its next forward pass; some look at them sooner."""
+        if reducer.follows_first:
+            team.begin_alike(self.problem.theta.named_buffers().values())
+
+    def _told(self, part: Shard, value: Tensor, calls: list[_Call], moved: bool = False) -> Tensor:
+        """What workers tell each other of an inner step, to be summed: the loss, a mark of the layers, moved buffers."""
         mark = float(zlib.crc32(" ".join(call.weight for call in calls).encode()) % 2**16)
-        told = torch.tensor([0.0, mark, mark**2], dtype=torch.float64, device=value.device)
-        told[0] = value * share
-        given = [torch.zeros_like(p) if g is None else g * share for g, p in zip(data, leaves, strict=True)]
-        *summed, told = part.team.sum([*given, told])
+        told = torch.tensor([0.0, mark, mark**2, float(moved)], dtype=torch.float64, device=value.device)
+        told[0] = value * part.share
+        return told
+
+    def _heard(self, part: Shard, told: Tensor, like: Tensor) -> Tensor:
+        """The loss on the whole batch. All workers must have met the same layers, or what they sum would not fit together."""
         if part.team.size * float(told[2]) != float(told[1]) ** 2:
             raise InputError(
                 "The workers' parts of a batch went through different layers, so their curvature cannot be summed. Use"
                 " fisher_window with records='sample', or one worker."
             )
-        return told[0].to(value.dtype), list(summed)
+        return told[0].to(like.dtype)
+
+    def _summed(
+        self, part: Shard, value: Tensor, data: Sequence[Tensor | None], calls: list[_Call]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss and its gradient on the whole batch, from those on this worker's part of it."""
+        leaves, share = self.problem.theta.leaves, part.share
+        given = [torch.zeros_like(p) if g is None else g * share for g, p in zip(data, leaves, strict=True)]
+        *summed, told = part.team.sum([*given, self._told(part, value, calls)])
+        return self._heard(part, told, value), list(summed)
 
     def _record(
         self,

@@ -12,8 +12,11 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from nhgd.errors import InputError
+from nhgd.reducer import Reducer
+from nhgd.team import Team
 
 Given: TypeAlias = "Tensor | dict[str, Tensor] | nn.Module"
 Like: TypeAlias = "Tensor | dict[str, Tensor]"
@@ -42,9 +45,10 @@ class Variable:
         self.root: nn.Module | None = None
         self._given: Given = given
         self._frozen: dict[str, Tensor] = {}
+        wrapper = None
         if isinstance(given, nn.Module):
             # torch.compile and DistributedDataParallel wrap a module; names and leaves are those of the module inside.
-            self.root, self._given = _inside(given), _unparalleled(given)
+            self.root, self._given, wrapper = _inside(given), _unparalleled(given), _parallel(given)
             named: dict[str, Tensor] = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
         elif isinstance(given, Tensor):
             named = {role: given}
@@ -88,6 +92,15 @@ class Variable:
                 for name, parameter in module._parameters.items():
                     if parameter is not None and id(parameter) in position:
                         self._places[position[id(parameter)]].append((module, name))
+
+        self.reducer = None if wrapper is None else Reducer(wrapper, self.names, self.leaves)
+
+    def parallelise(self, team: Team) -> None:
+        """Wrap the module in DistributedDataParallel for a team, unless it came in a wrapper. It stays what was given."""
+        if isinstance(self._given, nn.Module) and _parallel(self.given) is None:
+            with team.company():
+                wrapper = DistributedDataParallel(self._given, process_group=team.group)
+            self.reducer = Reducer(wrapper, self.names, self.leaves)
 
     def _trainable(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in given.items():
@@ -216,17 +229,28 @@ class Variable:
         return places
 
 
-def _unparalleled(module: nn.Module) -> nn.Module:
-    """The module without DistributedDataParallel around it: a team sums gradients itself."""
-    while isinstance(module, nn.parallel.DistributedDataParallel):
-        module = module.module
+def _parallel(module: object) -> DistributedDataParallel | None:
+    """The DistributedDataParallel around a module, or inside torch.compile around it."""
+    while not isinstance(module, DistributedDataParallel):
+        module = getattr(module, "_orig_mod", None)
+        if module is None:
+            return None
     return module
+
+
+def _unparalleled(module: nn.Module) -> nn.Module:
+    """The module without DistributedDataParallel, whose forward pass belongs to inner steps alone; as compiled as it was."""
+    wrapper = _parallel(module)
+    if wrapper is None:
+        return module
+    inside = _unparalleled(wrapper.module)
+    return inside if wrapper is module else module.dynamo_ctx(inside)  # type: ignore[operator]
 
 
 def _inside(module: nn.Module) -> nn.Module:
     """The module without anything around it."""
     while True:
-        inside = getattr(_unparalleled(module), "_orig_mod", _unparalleled(module))
-        if inside is module:
+        wrapped = module.module if isinstance(module, DistributedDataParallel) else getattr(module, "_orig_mod", module)
+        if wrapped is module:
             return module
-        module = inside
+        module = wrapped

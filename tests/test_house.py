@@ -25,8 +25,10 @@ from tests import catalogue
 ORDER = """
     errors
     registry schedule memory progress randomness theory
-    variable data likelihood
+    data likelihood
     team
+    reducer
+    variable
     problem
     point
     one_sample
