@@ -21,7 +21,7 @@ import typer
 from nhgd import task as tasks
 from nhgd.algorithm import AbstractAlgorithm
 from nhgd.cli import bench_picture
-from nhgd.cli.launch import LAUNCHER, end_now, launch, started_by_someone, tie_to_launcher
+from nhgd.cli.launch import LAUNCHER, done, end_now, launch, started_by_someone, tie_to_launcher
 from nhgd.cli.options import (
     Changes,
     DataFolder,
@@ -41,7 +41,6 @@ from nhgd.cli.run import named_method, refuse_idle
 from nhgd.cli.settings import for_execution, for_run, for_task, parse
 from nhgd.errors import InputError
 from nhgd.execution import EXECUTIONS, AbstractExecutor, Distributed, resolve
-from nhgd.execution.roles import Roles
 from nhgd.memory import synchronise
 from nhgd.plan import readable
 from nhgd.progress import bar
@@ -101,7 +100,7 @@ def bench(
                     tick((turn + nth / len(names)) / rounds, f"round {turn + 1} of {rounds}: {name}")
                     made = case.executor(name)
                     if isinstance(made, Distributed):
-                        trials[name].append(_launched(words, made.roles, as_json))
+                        trials[name].append(_launched(words, made, as_json))
                     else:
                         trials[name].append(measured(case.begin(made), warmup, steps))
         answer = {
@@ -277,16 +276,18 @@ def _take_part(case: Case, warmup: int, steps: int) -> None:
     executor = case.executor(name)
     assert isinstance(executor, Distributed)
     executor.last_resort = end_now
+    executor.arrive()
     trial = measured(case.begin(executor), warmup, steps)
     if executor.leads:
         print(json.dumps(trial))
+    done()
 
 
-def _launched(words: Sequence[str], roles: Roles, as_json: bool) -> Trial:
+def _launched(words: Sequence[str], executor: Distributed, as_json: bool) -> Trial:
     """What the first of several processes measured; they start and end here."""
     heard = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with redirect_stdout(heard):
-        code = launch(words, roles, 0)
+        code = launch(words, executor.roles, 0, executor.timeout)
     heard.seek(0)
     said = heard.read()
     if code:
