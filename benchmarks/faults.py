@@ -59,7 +59,7 @@ _numbers = itertools.count()
 @dataclass(frozen=True)
 class Moment:
     """When a run is harmed: so many seconds after it was started (starting), after its first checkpoint (running), after it
-    began to write a checkpoint (writing), or after its last checkpoint (ending)."""
+    began to write a checkpoint (writing), or to write its last one (ending)."""
 
     phase: str
     seconds: float
@@ -82,7 +82,7 @@ class Moment:
         while self.phase != "starting" and running():
             if self.phase == "running" and exists(checkpoint):
                 break
-            if self.phase == "ending" and (newest(checkpoint) or (0,))[0] >= last:
+            if self.phase == "ending" and (newest(checkpoint) or (0,))[0] + drafts(checkpoint) >= last:
                 break
             if self.phase == "writing" and exists(checkpoint) and drafts(checkpoint):
                 break
@@ -340,7 +340,7 @@ def good(row: dict[str, Any]) -> bool:
     if row["kind"] != "cut":
         return not row["hung"] and (row["done"] if row["code"] == 0 else _named(row, row["rank"]))
     # Of two that are cut off from each other at the end, one may have all it needs and the other not.
-    at_the_end = row["phase"] == "ending"
+    at_the_end = row["meant"] == "ending"
     return all(
         not end["hung"] and (at_the_end and (end["done"] or rank > 0) if end["code"] == 0 else _named(end, 1 - rank))
         for rank, end in enumerate(row["ranks"])
