@@ -145,6 +145,10 @@ def in_two(rank: int, size: int, folder: str) -> Answers:
     dist.barrier()
     found["too few"] = said(lambda: solved(Distributed(curvature_ranks=2), NHGD(KFAC())))
     found["many shapes"] = many_shapes()
+    found["broken off"] = []
+    for wild in (False, True):
+        found["broken off"].append(broken_step(folder, wild))
+        dist.barrier()
     found["undelivered"] = undelivered(rank)
     dist.barrier()
     found["held"] = held()
@@ -169,6 +173,13 @@ def of_many_sizes(execution: Any) -> nhgd.Solver:
     problem, (x, y, i), outer = problem_of(small)
     batches = [(x[:size], y[:size], i[:size]) for size in range(2, 9)]
     return nhgd.Solver(problem, batches, [outer], method=NHGD(KFAC()), execution=execution, inner_steps=INNER)
+
+
+def broken_step(folder: str, wild: bool) -> tuple[Any, ...]:
+    """A process is lost during a step which ends as if all were well; whether a checkpoint was written then."""
+    place = Path(folder) / "broken off"
+    found = said(lambda: solved(Distributed(curvature_ranks=0), Deaf(wild=wild), checkpoint=place, checkpoint_every=1))
+    return *found, nhgd.checkpoint.exists(place)
 
 
 def undelivered(rank: int) -> tuple[str, str]:
@@ -316,6 +327,21 @@ class Stumbling(AbstractAlgorithm):
         return None, StepInfo(0.0, float(stage.inner_step()), 0.0)
 
 
+@dataclass(frozen=True)
+class Deaf(Stumbling):
+    """A method that loses a process in its first step and does not notice, as a wait that is broken off on a GPU lets it."""
+
+    name: ClassVar[str] = "deaf"
+    wild: bool = False  # whether the numbers it has then are none
+
+    def step(self, stage: Stage, state: None) -> Any:
+        executor: Any = stage.executor
+        executor._member.channel.fail("Rank 1 (inner) is gone.")
+        if self.wild:
+            raise NonFiniteError("the inner loss")
+        return None, StepInfo(0.0, 0.0, 0.0)
+
+
 @cache
 def answers(size: int) -> tuple[Answers, ...]:
     if size == 4:
@@ -407,6 +433,13 @@ def test_forms_of_records_are_forgotten_on_both_sides():
     for found in answers(2):
         same(found["many shapes"], expected, exactly=True)
         assert found["many shapes"]["forms"] == 3
+
+
+def test_a_step_in_which_a_process_was_lost_fails_and_is_not_kept():
+    for kind, sentence, kept in (row for found in answers(2) for row in found["broken off"]):
+        assert kind == "RunError"
+        assert sentence == "Rank 1 (inner) is gone."
+        assert not kept
 
 
 def test_a_run_whose_end_cannot_be_told_fails_by_a_sentence():

@@ -6,7 +6,8 @@ import atexit
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, ClassVar, final
 
@@ -172,6 +173,15 @@ class Distributed(AbstractExecutor):
             raise RunError("The distributed executor is closed, or was not started. Make a new one for another run.")
         self._member.pulse.engage()
         return self._member
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """An outer step. One in which a process was lost fails, whatever it computed.
+
+        A wait on a GPU that was broken off ends as if all were well, with numbers that are not those of all workers.
+        """
+        yield
+        self._here().channel.check()
 
     def begin(self) -> None:
         """Tell the inverse that a new outer step begins."""
@@ -381,8 +391,12 @@ class Distributed(AbstractExecutor):
     def explained(self, error: NhgdError) -> NhgdError:
         """The error itself, or the loss of a process behind it: what others see of that first is a broken connection."""
         member = self._member
-        if member is None or not isinstance(error, RunError) or isinstance(error, NonFiniteError):
+        if member is None or not isinstance(error, RunError):
             return error
+        if isinstance(error, NonFiniteError):
+            # Where another is lost, and has not met with the same, the numbers may be those of a wait that was broken off.
+            lost = member.channel.failure
+            return error if lost is None or " stopped: " in lost else RunError(lost)
         deadline = time.monotonic() + 3.0
         while self.team.size > 1 and member.channel.failure is None and time.monotonic() < deadline:
             time.sleep(0.05)
