@@ -14,6 +14,7 @@ from nhgd.algorithm import AID, NHGD, NHGDSingle
 from nhgd.errors import InputError, RunError
 from nhgd.execution import Device, Inline, Stream, Thread, resolve
 from nhgd.execution.base import Traffic
+from nhgd.execution.beside import Launched
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Identity, Refined
 from nhgd.point import Point
 from nhgd.record import PerSampleGradients, tensors
@@ -270,6 +271,48 @@ def test_close_ends_the_thread_and_can_be_repeated():
     executor.submit(records[0])
     executor.drain()
     assert executor.snapshot()[0].observed == 1
+    executor.close()
+
+
+def test_an_executor_closed_in_the_middle_of_its_work_can_be_used_again():
+    inverse, executor = Slow(KFAC()), Thread()
+    records, problem = started(executor, inverse, 2)
+    executor.submit(records[0])
+    opener = threading.Timer(0.1, inverse.gate.set)  # the thread is inside of `observe` when it is told to end
+    opener.start()
+    executor.close()
+    opener.join()
+    executor.start(inverse, problem.theta)
+    for record in records:
+        executor.submit(record)
+    executor.drain()
+    assert executor.snapshot()[0].observed == 2
+    executor.close()
+
+
+def test_what_was_interrupted_is_looked_at_again():
+    """Ctrl-C while the device is waited for; the device is stood for by a clock."""
+
+    class Done:
+        interrupted = False
+
+        def query(self):
+            return self.interrupted
+
+        def synchronize(self):
+            if not self.interrupted:
+                self.interrupted = True
+                raise KeyboardInterrupt
+
+    executor = Thread()
+    started(executor, KFAC(), 0)
+    seen = []
+    executor._launched.append(Launched(Done(), [], 1, lambda state: (seen.append(1), state)[1]))
+    with pytest.raises(KeyboardInterrupt):
+        executor.drain()
+    assert not seen
+    executor.drain()
+    assert seen == [1]
     executor.close()
 
 

@@ -13,7 +13,8 @@ import nhgd
 from nhgd.algorithm import AID, NHGD, NHGDSingle
 from nhgd.execution import Device, Stream, Thread
 from nhgd.inverse import EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Refined
-from nhgd.record import tensors
+from nhgd.point import Point
+from nhgd.record import BatchGradient, tensors
 from nhgd.recorder import Recorder
 from tests import catalogue
 
@@ -40,10 +41,12 @@ BESIDE = {
 }
 
 
-def made(device, width=24):
+def made(device, width=24, dropout=0.0):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Linear(width, 3)).double().to(device)
+        net = (
+            nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 3)).double().to(device)
+        )
         x, y = catalogue.classes(96, 12)
         a, b = catalogue.classes(40, 12)
     problem = nhgd.Bilevel(
@@ -341,3 +344,51 @@ def test_many_steps_of_the_rank_one_update_equal_inline(update, guard):
     close(v2, v)
     close(theta2, theta)
     assert solution.stats["execution"]["records"] == 100
+
+
+@pytest.mark.parametrize("backend", BESIDE)
+def test_after_a_second_start_records_are_still_waited_for(backend):
+    """Algorithms start an executor again, when they have chosen the inverse; its thread goes on."""
+    problem, _, _ = made("cuda")
+    executor = BESIDE[backend]()
+    inverse = FisherDense(records="raw")
+    for _ in range(2):
+        executor.start(inverse, problem.theta)
+    row = torch.full((problem.theta.numel,), float("nan"), dtype=torch.float64, device="cuda")
+    for _ in range(3):
+        torch.cuda._sleep(SLOW // 4)
+        made_late = row.clone().fill_(1.0)  # on the inner stream, after the sleep
+        executor.submit(BatchGradient(None, made_late, 4))
+    solving, state, _ = executor.curvature()
+    x, _ = solving.solve(state, torch.ones_like(row), Point(problem, [], None))
+    assert bool(torch.isfinite(x).all())
+    executor.drain()
+    matrix = executor.snapshot()[0].matrix.cpu()
+    close(matrix, torch.ones_like(matrix))
+    executor.close()
+
+
+@pytest.mark.parametrize("inverse", [KFAC(), LITERAL], ids=["kfac", "raw"])
+def test_dropout_is_drawn_while_graphs_are_captured(inverse):
+    """A capture must not meet a draw of random numbers in another thread."""
+    found = []
+    for execution in ("inline", "stream"):
+        problem, inner, outer = made("cuda", dropout=0.3)
+        solver = nhgd.Solver(
+            problem, inner, outer, method=NHGD(inverse), inner_steps=7, inner_lr=0.1, execution=execution, seed=3
+        )
+        solver.run(steps=12)
+        found.append(problem.v.flat())
+        if execution == "stream":
+            assert solver.executor._replay._graphs
+        solver.close()
+    close(found[1], found[0])
+
+
+@pytest.mark.parametrize("name", ["kfac", "raw", "diagonal"])
+def test_curvature_that_begins_afresh_each_time_equals_inline(name):
+    method = NHGD(INVERSES[name], curvature="fresh")
+    v, theta, _ = solved("inline", method, steps=10)
+    v2, theta2, _ = solved("stream", method, steps=10)
+    close(v2, v)
+    close(theta2, theta)

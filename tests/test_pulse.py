@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -100,6 +101,46 @@ def test_who_has_done_its_part_may_go_and_the_others_know(ranks):
     first.release()
     assert first.part(LONG)
     assert second.part(LONG)
+
+
+def one_run_each(ranks, timeout: float) -> tuple[Pulse, Pulse]:
+    """Two that have done one run together, and know it of each other."""
+    first, second = ranks(0, timeout), ranks(1, timeout)
+    for one in (first, second):
+        one.meet()
+    for one in (first, second):
+        one.met()
+    second.release()
+    while not first.acknowledged([1]):
+        time.sleep(0.005)
+    first.release()
+    assert first.part(LONG)
+    assert second.part(LONG)
+    return first, second
+
+
+def test_who_dies_in_a_second_run_is_not_excused_by_the_first(ranks):
+    first, second = one_run_each(ranks, 0.5)
+    second._ended = True  # killed as the second run begins: no beat and no word any more
+    second._hurry.set()
+    for thread in second._threads:
+        thread.join(LONG)
+    alarm = heard(first)
+    first.engage()
+    assert until_lost(first, alarm) == "Rank 1 (curvature) gave no sign of life for 0.5 s."
+
+
+def test_the_end_of_a_second_run_is_known_however_short_it_was(ranks):
+    first, second = one_run_each(ranks, 20.0)  # beats a second apart
+    first.engage()
+    second.engage()
+    second.release()
+    second.stop()
+    deadline = time.monotonic() + LONG
+    while not first.acknowledged([1]):
+        assert time.monotonic() < deadline
+        assert first.lost() is None
+        time.sleep(0.005)
 
 
 class Nccl:

@@ -98,7 +98,8 @@ def run(
             raise typer.Exit(_launched(given.given, executor, max_restarts, kept.get("checkpoint")))
         where = device_of_rank(where)
         tie_to_launcher()
-        executor.last_resort = end_now
+        checkpoints = kept.get("checkpoint")
+        executor.last_resort = lambda lost: end_now(lost + ("" if checkpoints is None else last_kept(checkpoints)))
         executor.arrive()  # before anything that takes long, so that the others know that we are coming
     try:
         keep_to_threads(chosen.threads, where)

@@ -140,7 +140,7 @@ class AbstractExecutor(ABC):
 
     @abstractmethod
     def submit(self, record: InnerRecord) -> None:
-        """Hand over the record of an inner step; waits only while `max_lag` records are outstanding."""
+        """Hand over the record of an inner step; waits only while more than `max_lag` are outstanding."""
 
     @abstractmethod
     def snapshot(self) -> tuple[Any, int]:

@@ -21,11 +21,6 @@ from nhgd.record import InnerRecord, mapped, tensors
 from nhgd.variable import Variable
 
 
-class _Job(NamedTuple):
-    work: Callable[[], None]
-    is_record: bool
-
-
 class Launched(NamedTuple):
     """Records that are being folded in on a CUDA device: when that is done, and what is done then.
 
@@ -37,6 +32,11 @@ class Launched(NamedTuple):
     given: list[tuple[Tensor, int]]
     records: int = 1
     late: Callable[[Any], Any] | None = None
+
+
+class _Job(NamedTuple):
+    work: Callable[[], Launched | None]
+    is_record: bool
 
 
 class AbstractBeside(AbstractExecutor):
@@ -126,15 +126,15 @@ class AbstractBeside(AbstractExecutor):
         versions = [(t, t._version) for t in given]
         wait = self._mark()
 
-        def work() -> None:
+        def work() -> Launched | None:
             wait()
             received = self._received(record)
             with self._busy.running() as done:
                 self._state = self._folded(self._state, received)
-            if done is None:
-                self._check_unchanged(versions)
-            else:
-                self._launched.append(Launched(done, versions))
+            if done is not None:
+                return Launched(done, versions)
+            self._check_unchanged(versions)
+            return None
 
         self._put(_Job(work, is_record=True))
         self._hold_back()
@@ -151,8 +151,9 @@ class AbstractBeside(AbstractExecutor):
 
     def _outstanding(self) -> int:
         """How many records wait for the thread or for the device."""
-        found = self._lag
-        for launched in reversed(tuple(self._launched)):
+        with self._changed:
+            found, under_way = self._lag, tuple(self._launched)
+        for launched in reversed(under_way):
             if launched.done.query():
                 break  # and all before it
             found += launched.records
@@ -174,15 +175,16 @@ class AbstractBeside(AbstractExecutor):
 
     def _settle(self) -> None:
         """Wait until the device has done the oldest records, and look at what it read and found."""
-        launched = self._launched.popleft()
+        launched = self._launched[0]
         launched.done.synchronize()
         try:
             self._check_unchanged(launched.given)
             if launched.late is not None:
                 self._state = launched.late(self._state)
-        except BaseException as error:
+        except Exception as error:
             self._error = error
             raise
+        self._launched.popleft()
 
     def _moves(self, tensor: Tensor) -> bool:
         """Whether it is a part of theta or v, which will move."""
@@ -245,8 +247,10 @@ class AbstractBeside(AbstractExecutor):
             if self._ended:
                 return False
             job = self._jobs.popleft()
-        job.work()
+        launched = job.work()
         with self._changed:
+            if launched is not None:
+                self._launched.append(launched)
             self._unfinished -= 1
             self._lag -= job.is_record
             self._changed.notify_all()
@@ -315,3 +319,5 @@ class AbstractBeside(AbstractExecutor):
             with suppress(RuntimeError):  # of a device that has failed
                 self._launched[-1].done.synchronize()
             self._launched.clear()
+        self._unfinished = self._lag = 0  # also of the job that was under way
+        self._error = None

@@ -190,14 +190,14 @@ class Channel:
     def flush(self, patience: float) -> list[int]:
         """Wait until everything sent has arrived; the ranks to which something has not when nothing moved for so many seconds."""
         moved, since = -1, time.monotonic()
-        sent = [(lane.target, work) for lane, works in self._out.items() for _, work in works]
+        sent: list[tuple[int, Any]] = []
         arrived: list[int] = []
         waiting: threading.Thread | None = None
         while self.failure is None and time.monotonic() - since < patience:
             if self._delivered + len(arrived) > moved:
                 moved, since = self._delivered + len(arrived), time.monotonic()
             if waiting is None and self._delivered == self._posted:
-                sent = [(lane.target, work) for lane, works in self._out.items() for _, work in works]
+                sent = self._sent()
                 waiting = threading.Thread(target=self._await, args=(sent, arrived), name="nhgd flush", daemon=True)
                 self._threads.append(waiting)
                 waiting.start()
@@ -205,8 +205,12 @@ class Channel:
                 break
             time.sleep(0.001)
         if waiting is None:
-            return sorted({target for target, _ in sent})
+            return sorted({target for target, _ in self._sent()})
         return sorted({target for target, _ in sent[len(arrived) :]})
+
+    def _sent(self) -> list[tuple[int, Any]]:
+        """What was sent, to whom; the sender may send more meanwhile."""
+        return [(lane.target, work) for lane, works in list(self._out.items()) for _, work in list(works)]
 
     def _await(self, sent: Sequence[tuple[int, Any]], arrived: list[int]) -> None:
         for target, work in sent:

@@ -35,6 +35,7 @@ class Device(AbstractBeside):
     """
 
     name: ClassVar[str] = "device"
+    _between: tuple[torch.device, torch.device] | None = None  # home and the other device that streams were made for
 
     def __init__(
         self, device: str | torch.device | None = None, max_lag: int | None = None, stale: bool = False
@@ -60,6 +61,14 @@ class Device(AbstractBeside):
             self.device = torch.device("cuda", ((theta.device.index or 0) + 1) % torch.cuda.device_count())
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
+        if self._between == (self._home, self.device):
+            return  # the thread has entered these streams for good
+        if self._between is not None and self._thread is not None:
+            raise InputError(
+                f"This device executor went from {self._between[0]} to {self._between[1]} before, and theta is on {self._home} now."
+                " Make a new one."
+            )
+        self._between = self._home, self.device
         self._busy = Stopwatch(self.device)
         # One stream on each GPU: copies leave on the home's, work is done on the other's.
         self._leaving = torch.cuda.Stream(self._home) if self._home.type == "cuda" else None
@@ -88,7 +97,7 @@ class Device(AbstractBeside):
     def _moved(self, tensor: Tensor) -> Tensor:
         """A tensor of the home device, on the other one, ready for its stream."""
         assert self.device is not None
-        self.traffic.bytes_sent += tensor.numel() * tensor.element_size()
+        self._count(tensor)
         if tensor.device == self.device:
             if self._side is None:
                 return tensor
@@ -133,7 +142,7 @@ class Device(AbstractBeside):
 
     def _ask(self, state: Any, u: Tensor, ridge: Tensor) -> tuple[Tensor, SolveStats]:
         assert self.device is not None
-        self.traffic.bytes_sent += 2 * u.numel() * u.element_size() + ridge.numel() * ridge.element_size()
+        self._count(u, ridge, u)  # x is as large as u
         if self._side is not None and u.device.type == "cuda":
             self._side.wait_stream(torch.cuda.current_stream(u.device))
         with self._there():
@@ -144,6 +153,17 @@ class Device(AbstractBeside):
             x.record_stream(torch.cuda.current_stream(u.device))
         return x, stats
 
+    def _count(self, *moved: Tensor) -> None:
+        with self._changed:  # both threads count
+            self.traffic.bytes_sent += sum(tensor.numel() * tensor.element_size() for tensor in moved)
+
     def restore(self, state: Any) -> None:
         """Go on from the state that is given, moved to the device."""
-        super().restore(state if state is None or self.device is None else state.to(self.device))
+        if state is not None and self.device is not None:
+            if self._side is not None:
+                for tensor in state.tensors().values():
+                    if tensor.is_cuda:
+                        self._side.wait_stream(torch.cuda.current_stream(tensor.device))
+            with self._there():
+                state = state.to(self.device)
+        super().restore(state)

@@ -67,6 +67,7 @@ class Pulse:
         """The others are needed from now on, and we are needed by them."""
         if not self._engaged:
             self._engaged, self._done = True, False
+            self._excused.clear()
 
     def acknowledged(self, ranks: Iterable[int]) -> bool:
         """Whether these have done their part of what this process is about to end."""
@@ -90,7 +91,8 @@ class Pulse:
         if self._engaged:
             self._engaged, self._done = False, self._words is None
             self._parts += self._done
-            self._publish(lambda: self._told[2] or not self._done)
+            # Not by the flag, which is that of an earlier run until the next beat.
+            self._publish(lambda: self._told[3] >= self._parts or not self._done)
 
     def start(self) -> None:
         """Begin to beat. From now on a process that stands still is noticed, and so is one that does not arrive."""
@@ -216,7 +218,9 @@ class Pulse:
                         self._numbers[other] = number, now
                     if words is not None:
                         self._last_words[other] = words
-                    (self._excused.add if done else self._excused.discard)(other)
+                    # Of this run, not of one before: then it is as often done as we are, or will be.
+                    excused = done and self._done_by[other] >= self._parts + self._engaged
+                    (self._excused.add if excused else self._excused.discard)(other)
                 self._told = telling
                 self._round = now
             except Exception:

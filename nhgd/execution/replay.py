@@ -13,7 +13,7 @@ from nhgd.inverse.base import Steady
 from nhgd.record import InnerRecord, LayerStatistics, mapped, tensors
 
 LAYOUTS = 64  # graphs kept at most: one for each size of a batch, and for each gain where that changes
-ROOM = 2**26  # bytes for the inputs of graphs, or of four of the largest
+ROOM = 2**28  # bytes that graphs hold, or four times the record
 USUAL = 3  # how often a layout must be met before a graph is worth its making
 FORGET = 1000  # layouts remembered that were met too seldom for a graph
 
@@ -36,38 +36,67 @@ class Replay:
         self._graphs: dict[Hashable, _Graph] = {}
         self._pool: Any = None
         self._held = 0  # bytes
+        self.due = False  # whether a layout was met often enough, and a call that may capture should come
 
     def __call__(
-        self, steadies: Sequence[Steady], records: Sequence[InnerRecord], joined: Callable[[list[Any]], Any]
+        self,
+        steadies: Sequence[Steady],
+        records: Sequence[InnerRecord],
+        joined: Callable[[list[Any]], Any],
+        capture: bool = True,
     ) -> Any:
-        """What the work gives for each record, joined; computed by a graph where there is one for such records."""
+        """What the work gives for each record, joined; computed by a graph where there is one for such records.
+
+        A graph is captured by calls with `capture`. Those must be in the inner loop's thread: until torch 2.13 no other thread
+        may draw random numbers on the GPU meanwhile, such as those of dropout.
+        """
         given = [list(tensors(record)) for record in records]
-        key = tuple((s.key, _layout(r, ts)) for s, r, ts in zip(steadies, records, given, strict=True))
         flat = [tensor for some in given for tensor in some]
+        key = self._key(steadies, records, given)
         found = self._graphs.get(key)
         if found is None:
             self._met[key] += 1
-            size = sum(t.numel() * t.element_size() for t in flat)
-            full = len(self._graphs) >= LAYOUTS or self._held + size > max(ROOM, 4 * size)
-            if self._met[key] <= USUAL or full:
-                if len(self._met) > FORGET:
-                    self._met.clear()
+            if len(self._met) > FORGET:
+                self._met.clear()
+            if self._worth_it(key, flat):
+                self.due = not capture
+                found = self._capture(key, steadies, records, joined) if capture else None
+            if found is None:
                 with torch.no_grad():
                     return joined([steady.work(record) for steady, record in zip(steadies, records, strict=True)])
-            found = self._graphs[key] = self._captured(steadies, records, joined)
-            self._held += size
         torch._foreach_copy_(found.inputs, flat)
         found.graph.replay()
         return found.result
 
-    def _captured(
-        self, steadies: Sequence[Steady], records: Sequence[InnerRecord], joined: Callable[[list[Any]], Any]
+    def prepare(self, steady: Steady, record: InnerRecord, joined: Callable[[list[Any]], Any]) -> None:
+        """Capture the work on such records, if it is due for them. Nothing is done with the record."""
+        self.due = False
+        given = list(tensors(record))
+        key = self._key([steady], [record], [given])
+        if key not in self._graphs and self._worth_it(key, given):
+            self._capture(key, [steady], [record], joined)
+
+    def _key(self, steadies: Sequence[Steady], records: Sequence[InnerRecord], given: list[list[Tensor]]) -> Hashable:
+        return tuple((s.key, _layout(r, ts)) for s, r, ts in zip(steadies, records, given, strict=True))
+
+    def _worth_it(self, key: Hashable, given: list[Tensor]) -> bool:
+        size = sum(t.numel() * t.element_size() for t in given)
+        full = len(self._graphs) >= LAYOUTS or self._held + size > max(ROOM, 4 * size)
+        return self._met[key] > USUAL and not full
+
+    def _capture(
+        self,
+        key: Hashable,
+        steadies: Sequence[Steady],
+        records: Sequence[InnerRecord],
+        joined: Callable[[list[Any]], Any],
     ) -> _Graph:
+        before = torch.cuda.memory_allocated()
         fixed = [mapped(record, lambda t: t.clone(memory_format=torch.contiguous_format)) for record in records]
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()  # one for all, because they run one after another
-        # Other threads go on allocating meanwhile, which only a capture of this thread's own work allows.
+        # Other threads may go on allocating meanwhile, which only a capture of this thread's own work allows.
         with (
             torch.no_grad(),
             torch.cuda.graph(
@@ -75,7 +104,10 @@ class Replay:
             ),
         ):
             result = joined([steady.work(record) for steady, record in zip(steadies, fixed, strict=True)])
-        return _Graph(graph, [tensor for record in fixed for tensor in tensors(record)], result)
+        made = _Graph(graph, [tensor for record in fixed for tensor in tensors(record)], result)
+        self._held += max(0, torch.cuda.memory_allocated() - before)  # with what the graph leaves, which stays
+        self._graphs[key] = made
+        return made
 
 
 def _layout(record: InnerRecord, given: list[Tensor]) -> Hashable:

@@ -15,6 +15,7 @@ from nhgd.execution.beside import AbstractBeside, Launched
 from nhgd.execution.elsewhere import learner
 from nhgd.execution.replay import Replay
 from nhgd.execution.stopwatch import Stopwatch
+from nhgd.inverse.base import AbstractInverse
 from nhgd.record import BatchGradient, InnerRecord, tensors
 from nhgd.variable import Variable
 
@@ -43,6 +44,7 @@ class Stream(AbstractBeside):
 
     name: ClassVar[str] = "stream"
     _side: torch.cuda.Stream | None = None
+    _replayed: AbstractInverse | None = None  # whose graphs there are
     _ahead: Any = None  # the state after what was launched from here, but for numbers that are not known yet
 
     def __init__(self, max_lag: int | None = None, stale: bool = False) -> None:
@@ -60,7 +62,8 @@ class Stream(AbstractBeside):
             self._waiting = Stopwatch(theta.device)
             self._busy = Stopwatch(theta.device)
         self._side.wait_stream(torch.cuda.current_stream(theta.device))  # the first state is made on the inner stream
-        self._replay = Replay()
+        if self._replayed is not self._inverse:
+            self._replay, self._replayed = Replay(), self._inverse
         self._marker = torch.cuda.Event()
         self._together = min(TOGETHER, self.max_lag // 2 + 1)
         self._gathered.clear()
@@ -87,7 +90,7 @@ class Stream(AbstractBeside):
         steady = kept.steady(state, record)
         if steady is None:
             return kept.observe(state, record)
-        return kept.observe(state, record, self._replay([steady], [record], lambda found: found[0]))
+        return kept.observe(state, record, self._replay([steady], [record], _only, capture=False))
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -136,6 +139,8 @@ class Stream(AbstractBeside):
         """Gather the record, to be launched from here, or queue it for the thread."""
         if not self._direct(record):
             self._catch_up()
+            if self._replay.due and not self._unfinished and self._thread is not None:
+                self._prepare_graph(record)
             super().submit(record)
             return
         self._raise()
@@ -143,6 +148,13 @@ class Stream(AbstractBeside):
         if len(self._gathered) >= self._together:
             self._launch()
         self._hold_back()
+
+    def _prepare_graph(self, record: InnerRecord) -> None:
+        kept: Any = learner(self._inverse)
+        steady = kept.steady(self._state, record)
+        if steady is not None:
+            with self._on_side():
+                self._replay.prepare(steady, record, _only)
 
     def _direct(self, record: InnerRecord) -> bool:
         """Whether all of a record's work can be launched from here, before the results of the one before are known."""
@@ -238,10 +250,23 @@ class Stream(AbstractBeside):
                     tensor.record_stream(here)
         return state, lag
 
+    def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
+        """Make the first state; records of an earlier start are finished first."""
+        super().start(inverse, theta, v)
+        self._take_over()
+
     def restore(self, state: Any) -> None:
         """Go on from the state that is given, which was made on the stream that is current here."""
         super().restore(state)
         self._mark()()
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """The side stream works on a state that was made elsewhere: its memory is kept until that is done."""
+        assert self._side is not None
+        for tensor in () if self._state is None else self._state.tensors().values():
+            if tensor.is_cuda:
+                tensor.record_stream(self._side)
 
     def _join(self, event: torch.cuda.Event) -> None:
         assert self._side is not None
@@ -258,6 +283,10 @@ class Stream(AbstractBeside):
         if self._side is not None:
             self.traffic.waited_seconds += self._waiting.take()
         return super().measured()
+
+
+def _only(found: list[Any]) -> Any:
+    return found[0]
 
 
 @contextmanager

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, final
+
+import torch
 
 from nhgd.execution.beside import AbstractBeside
 from nhgd.execution.stopwatch import Stopwatch
@@ -26,5 +29,16 @@ class Thread(AbstractBeside):
 
     name: ClassVar[str] = "thread"
 
+    _device: torch.device | None = None
+
     def _prepare(self, theta: Variable) -> None:
-        self._busy = Stopwatch(theta.device)
+        if self._device != theta.device:
+            self._device = theta.device
+            self._busy = Stopwatch(theta.device)
+
+    def _mark(self) -> Callable[[], None]:
+        if self._device is None or self._device.type != "cuda":
+            return lambda: None
+        # What the thread launches comes after what this one has launched, on the same stream.
+        stream = torch.cuda.current_stream(self._device)
+        return lambda: torch.cuda.set_stream(stream)
