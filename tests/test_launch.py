@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from nhgd.checkpoint import last_kept
 from nhgd.cli import launch
 from nhgd.cli.launch import Member
 from nhgd.errors import RunError
@@ -118,3 +119,21 @@ def test_what_the_first_process_could_not_say_is_said_for_it(capsys):
         launch._concluded(1, "Rank 1 (curvature) gave no sign of life for 30 s.", fallen(), ROLES, silent=True)
     assert launch._concluded(0, "The run is done, but ...", fallen(), ROLES, silent=False) == 0
     assert capsys.readouterr().err == "Warning: The run is done, but ...\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "added"), [("lambda: ' It is kept.'", " It is kept."), ("lambda: time.sleep(600)", "")]
+)
+def test_the_last_resort_ends_a_process_that_does_not_notice(more, added):
+    program = (
+        f"import time; from nhgd.cli.launch import end_now; end_now('Rank 1 is gone.', {more}, 0.0); time.sleep(600)"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr) == (1, f"Error: Rank 1 is gone.{added}\n")
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_named_and_no_error(tmp_path):
+    assert last_kept(tmp_path) == ""
+    (tmp_path / "checkpoint-000001").mkdir()
+    (tmp_path / "checkpoint-000001" / "run.json").write_text("{")
+    assert last_kept(tmp_path) == ""

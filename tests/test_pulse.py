@@ -92,6 +92,18 @@ def test_who_asks_after_the_alarm_hears_of_it_at_once(ranks):
     assert late == ["Rank 1 (curvature) stopped: it was interrupted."]
 
 
+def test_an_alarm_that_fails_does_not_silence_the_others(ranks):
+    first, second = ranks(0), ranks(1)
+
+    def fails(sentence: str) -> None:
+        raise ValueError(sentence)
+
+    first.on_loss(fails)
+    alarm = heard(first)
+    second.say("it was interrupted.")
+    assert alarm.wait(LONG)
+
+
 def test_who_has_done_its_part_may_go_and_the_others_know(ranks):
     first, second = ranks(0), ranks(1)
     first.meet()

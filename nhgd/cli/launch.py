@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -286,11 +286,18 @@ def done() -> None:
             os.write(int(os.environ[SIGNS]), DONE)
 
 
-def end_now(sentence: str, seconds: float = 5.0) -> None:
-    """The last resort when a process is lost and this one does not notice, deep in a computation: end it from outside."""
+def end_now(sentence: str, more: Callable[[], str] = str, seconds: float = 5.0) -> None:
+    """The last resort when a process is lost and this one does not notice, deep in a computation: end it from outside.
+
+    `more` is asked then what to add to the sentence; where it takes long, because the disk is lost too, nothing is.
+    """
+    found = [""]
 
     def work() -> None:
-        print(f"Error: {sentence}", file=sys.stderr, flush=True)
+        asking = threading.Thread(target=lambda: found.append(more()), daemon=True)
+        asking.start()
+        asking.join(LEAVING)
+        print(f"Error: {sentence}{found[-1]}", file=sys.stderr, flush=True)
         os._exit(1)
 
     timer = threading.Timer(seconds, work)

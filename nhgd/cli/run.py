@@ -99,7 +99,7 @@ def run(
         where = device_of_rank(where)
         tie_to_launcher()
         checkpoints = kept.get("checkpoint")
-        executor.last_resort = lambda lost: end_now(lost + ("" if checkpoints is None else last_kept(checkpoints)))
+        executor.last_resort = lambda lost: end_now(lost, lambda: "" if checkpoints is None else last_kept(checkpoints))
         executor.arrive()  # before anything that takes long, so that the others know that we are coming
     try:
         keep_to_threads(chosen.threads, where)

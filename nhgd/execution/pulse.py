@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -237,5 +238,6 @@ class Pulse:
                     self._alarmed = sentence
                     alarms = list(self._alarms)
                 for alarm in alarms:
-                    alarm(sentence)
+                    with suppress(Exception):  # one that fails must not keep the others from being heard
+                        alarm(sentence)
                 return
