@@ -37,7 +37,9 @@ NVLINK, NVLINK_LATENCY = 450e9, 5e-6
 INFINIBAND, INFINIBAND_LATENCY = 50e9, 10e-6
 NODE = 8  # GPUs that NVLink joins
 NUMBER = 4  # bytes of float32
-UPDATE = 24  # bytes of memory traffic for each entry of A in a rank-one update: 8 read for the product, 8 read and 8 written
+UPDATE = (
+    24  # bytes of memory traffic for each entry of A in a rank-one update: 8 read for the product, 8 read and 8 written
+)
 INNER_STEPS = 10  # and one solve, for each outer step
 WINDOW = 1024
 

@@ -349,7 +349,7 @@ def test_many_steps_of_the_rank_one_update_equal_inline(update, guard):
 @pytest.mark.parametrize("backend", BESIDE)
 def test_after_a_second_start_records_are_still_waited_for(backend):
     """Algorithms start an executor again, when they have chosen the inverse; its thread goes on."""
-    problem, _, _ = made("cuda")
+    problem, data, _ = made("cuda")
     executor = BESIDE[backend]()
     inverse = FisherDense(records="raw")
     for _ in range(2):
@@ -360,7 +360,7 @@ def test_after_a_second_start_records_are_still_waited_for(backend):
         made_late = row.clone().fill_(1.0)  # on the inner stream, after the sleep
         executor.submit(BatchGradient(None, made_late, 4))
     solving, state, _ = executor.curvature()
-    x, _ = solving.solve(state, torch.ones_like(row), Point(problem, [], None))
+    x, _ = solving.solve(state, torch.ones_like(row), Point(problem, [next(iter(data))], None))
     assert bool(torch.isfinite(x).all())
     executor.drain()
     matrix = executor.snapshot()[0].matrix.cpu()

@@ -143,10 +143,16 @@ class Stream(AbstractBeside):
                 self._prepare_graph(record)
             super().submit(record)
             return
-        self._raise()
-        self._gathered.append((record, [(t, t._version) for t in tensors(record)]))
-        if len(self._gathered) >= self._together:
+        if self._error is not None:
+            raise self._error
+        gathered = self._gathered
+        gathered.append((record, [(t, t._version) for t in tensors(record)]))
+        if len(gathered) >= self._together:
             self._launch()
+        elif not self._launched:  # nothing else is outstanding
+            self.traffic.records += 1
+            self.traffic.largest_lag = max(self.traffic.largest_lag, len(gathered))
+            return
         self._hold_back()
 
     def _prepare_graph(self, record: InnerRecord) -> None:
@@ -160,15 +166,14 @@ class Stream(AbstractBeside):
         """Whether all of a record's work can be launched from here, before the results of the one before are known."""
         if self._unfinished or self._thread is None:
             return False
-        # The gradient of a batch is in memory of its own, and this is time of the inner loop.
-        if not isinstance(record, BatchGradient) and any(map(self._moves, tensors(record))):
-            return False
-        found = self._ahead_of.get(type(record))
+        kind = type(record)
+        found = self._ahead_of.get(kind)
         if found is None:
             kept: Any = learner(self._inverse)
             steady = kept.steady(self._state, record)
-            found = self._ahead_of[type(record)] = steady is not None and steady.ahead is not None
-        return found
+            found = self._ahead_of[kind] = steady is not None and steady.ahead is not None
+        # The gradient of a batch is in memory of its own, and all this is time of the inner loop.
+        return found and (kind is BatchGradient or not any(map(self._moves, tensors(record))))
 
     def _launch(self) -> None:
         """Launch the work on what was gathered."""

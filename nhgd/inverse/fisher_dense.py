@@ -319,7 +319,7 @@ class FisherDense(AbstractInverse):
         # Of a positive definite array the largest entry stands on the diagonal, and all of those are above zero.
         if not (small > 0 and least > 0):
             return "the inverse has lost its positive definiteness"
-        limit = self.limit if self.limit is not None else 1e11 * _EPS / torch.finfo(self.dtype).eps
+        limit = self.limit if self.limit is not None else _LIMITS[self.dtype]
         if largest * curvature <= limit:
             return None
         return (
@@ -379,4 +379,6 @@ class FisherDense(AbstractInverse):
         return ["the ridge is in the prior alone, which decays"] if self.form == "inverse" else []
 
 
-_EPS = torch.finfo(torch.float64).eps
+_LIMITS = {
+    dtype: 1e11 * torch.finfo(torch.float64).eps / torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64)
+}
