@@ -2,8 +2,8 @@
 
     python -m benchmarks.streams benchmarks/results/streams-NAME.json
 
-Synthetic data of MNIST's size. For each case, in one process and in turn, two steps of each of which the second counts,
-medians with a synchronised device after a warm-up:
+Synthetic data of MNIST's size. For each case, in one process and in turn, medians with a synchronised device after a
+warm-up:
 
     inner      one outer step whose records are made and thrown away, with the identity in place of the inverse
     curvature  the records of one outer step folded in and one system solved, nothing else running
@@ -173,18 +173,16 @@ def measure(
         "stream": outer_step(make, inverse, Stream(), batch, steps),
     }
     found: dict[str, list[float]] = {key: [] for key in runs}
-    # In turn, because the speed of the host drifts by more than what is to be seen; and each two steps at a time, of which the
-    # first is left out, because a run's own code and data are warm when it comes to its next step.
+    # One of each in turn, because the speed of the host drifts by more than what is to be seen.
     for index in range(times + 8):  # the first ones make graphs
         for key, run in runs.items():
-            for again in (False, True):
-                curvature.prepare()
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                run.step()
-                torch.cuda.synchronize()
-                if again and index >= 8:
-                    found[key].append(time.perf_counter() - began)
+            curvature.prepare()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            run.step()
+            torch.cuda.synchronize()
+            if index >= 8:
+                found[key].append(time.perf_counter() - began)
     times_of = {key: median(seconds) for key, seconds in found.items()}
     shares = {}
     for key, run in runs.items():

@@ -90,7 +90,7 @@ def card(monkeypatch):
         "Event": card.Event,
         "current_stream": lambda device=None: card.current,
         "set_stream": card.switch,
-        "current_device": lambda: 0,
+        "device_count": lambda: 1,
     }.items():
         monkeypatch.setattr(torch.cuda, name, found)
     prepare = Stream._prepare

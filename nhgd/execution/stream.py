@@ -45,11 +45,12 @@ class Stream(AbstractBeside):
     name: ClassVar[str] = "stream"
     _side: torch.cuda.Stream | None = None
     _replayed: AbstractInverse | None = None  # whose graphs there are
+    _within = False  # whether an outer step is being taken, on the inner stream
     _ahead: Any = None  # the state after what was launched from here, but for numbers that are not known yet
 
     def __init__(self, max_lag: int | None = None, stale: bool = False) -> None:
         super().__init__(max_lag, stale)
-        self._gathered: list[tuple[InnerRecord, list[tuple[Tensor, int]]]] = []
+        self._gathered: list[tuple[InnerRecord, list[Tensor], list[tuple[Tensor, int]]]] = []
 
     def _prepare(self, theta: Variable) -> None:
         if theta.device.type != "cuda":
@@ -65,6 +66,7 @@ class Stream(AbstractBeside):
         if self._replayed is not self._inverse:
             self._replay, self._replayed = Replay(), self._inverse
         self._marker = torch.cuda.Event()
+        self._several = torch.cuda.device_count() > 1
         self._together = min(TOGETHER, self.max_lag // 2 + 1)
         self._gathered.clear()
         self._ahead = None
@@ -98,15 +100,31 @@ class Stream(AbstractBeside):
         if self._side is None:
             yield
             return
-        here, event = torch.cuda.current_stream(self._side.device), torch.cuda.Event()
-        event.record(here)
-        self._inner.wait_event(event)
+        here = torch.cuda.current_stream(self._side.device)
+        self._marker.record(here)
+        self._inner.wait_event(self._marker)
+        device = self._switch(self._inner)
+        self._within = True
         try:
-            with _switched(self._inner, here):
-                yield
+            yield
         finally:
-            event.record(self._inner)
-            here.wait_event(event)
+            self._within = False
+            self._switch(here, device)
+            self._marker.record(self._inner)
+            here.wait_event(self._marker)
+
+    def _current(self) -> torch.cuda.Stream:
+        """The stream of the inner loop; torch is asked only outside of `scope`, because it takes long to say."""
+        assert self._side is not None
+        return self._inner if self._within else torch.cuda.current_stream(self._side.device)
+
+    def _switch(self, stream: torch.cuda.Stream, device: int | None = None) -> int | None:
+        """Make a stream the current one, and a device if one is given; the device before, where there are several."""
+        before = torch.cuda.current_device() if self._several else None
+        torch.cuda.set_stream(stream)
+        if device is not None:
+            torch.cuda.set_device(device)
+        return before
 
     @contextmanager
     def _there(self) -> Iterator[None]:
@@ -117,13 +135,15 @@ class Stream(AbstractBeside):
     @contextmanager
     def _on_side(self) -> Iterator[None]:
         """In the inner loop's thread: what is launched here goes to the side stream, after all that was launched before."""
-        side = self._side
+        side, inner = self._side, self._current()
         assert side is not None
-        inner = torch.cuda.current_stream(side.device)
         self._marker.record(inner)  # one event for all: a stream waits for what it meant when asked
         side.wait_event(self._marker)
-        with _switched(side, inner):
+        device = self._switch(side)
+        try:
             yield
+        finally:
+            self._switch(inner, device)
 
     def begin(self) -> None:
         """Tell the inverse that a new outer step begins, at once where nothing is queued before."""
@@ -146,7 +166,8 @@ class Stream(AbstractBeside):
         if self._error is not None:
             raise self._error
         gathered = self._gathered
-        gathered.append((record, [(t, t._version) for t in tensors(record)]))
+        given = list(tensors(record))
+        gathered.append((record, given, [(t, t._version) for t in given]))
         if len(gathered) >= self._together:
             self._launch()
         elif not self._launched:  # nothing else is outstanding
@@ -183,8 +204,9 @@ class Stream(AbstractBeside):
         while len(self._launched) > self.max_lag:
             self._settle()  # done long ago: no more than `max_lag` records are not
         kept: Any = learner(self._inverse)
-        records = [record for record, _ in self._gathered]
-        given = [pair for _, pairs in self._gathered for pair in pairs]
+        records = [record for record, _, _ in self._gathered]
+        given = [some for _, some, _ in self._gathered]
+        versions = [pair for _, _, pairs in self._gathered for pair in pairs]
         self._gathered.clear()
         steadies = []
         state = self._state if self._ahead is None else self._ahead
@@ -193,7 +215,7 @@ class Stream(AbstractBeside):
             state = steadies[-1].ahead
         with self._on_side():
             began = self._busy.begin(self._side)
-            numbers = self._brought(self._replay(steadies, records, torch.stack))
+            numbers = self._brought(self._replay(steadies, records, torch.stack, given))
             done = self._busy.end(began, self._side)
 
         def late(state: Any) -> Any:
@@ -201,7 +223,7 @@ class Stream(AbstractBeside):
                 state = steady.late(state, row)
             return state
 
-        self._launched.append(Launched(done, given, len(records), late))
+        self._launched.append(Launched(done, versions, len(records), late))
         self._ahead = state
 
     def _brought(self, found: Tensor) -> Tensor:
@@ -247,9 +269,10 @@ class Stream(AbstractBeside):
         state, lag = super().snapshot()
         if self._side is not None and state is not None:
             if state is self._state:
-                self._join(self._side.record_event())
+                self._marker.record(self._side)
+                self._join(self._marker)
                 state = state if self._ahead is None else self._ahead
-            here = torch.cuda.current_stream(self._side.device)
+            here = self._current()
             for tensor in state.tensors().values():
                 if tensor.is_cuda:
                     tensor.record_stream(here)
@@ -274,9 +297,10 @@ class Stream(AbstractBeside):
                 tensor.record_stream(self._side)
 
     def _join(self, event: torch.cuda.Event) -> None:
-        assert self._side is not None
-        with self._waiting.running():
-            torch.cuda.current_stream(self._side.device).wait_event(event)
+        here = self._current()
+        began = self._waiting.begin(here)
+        here.wait_event(event)
+        self._waiting.end(began, here)
 
     def close(self) -> None:
         """End the thread; what is still queued is dropped."""
@@ -292,16 +316,3 @@ class Stream(AbstractBeside):
 
 def _only(found: list[Any]) -> Any:
     return found[0]
-
-
-@contextmanager
-def _switched(to: torch.cuda.Stream, back: torch.cuda.Stream) -> Iterator[None]:
-    """As `torch.cuda.stream(to)`, in a fraction of the time, where the stream before is known."""
-    device = torch.cuda.current_device()
-    torch.cuda.set_stream(to)
-    try:
-        yield
-    finally:
-        torch.cuda.set_stream(back)
-        if device != to.device.index:
-            torch.cuda.set_device(device)

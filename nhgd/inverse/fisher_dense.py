@@ -223,7 +223,7 @@ class FisherDense(AbstractInverse):
 
     def _moved(self, state: DenseState, total: float) -> DenseState:
         """The state after one more observation whose rows have this sum of squares, but for its array."""
-        energy = total / len(state.matrix)
+        energy = total / state.matrix.shape[0]
         if not math.isfinite(energy):
             self._refuse_gradient(state.observed + 1)
         gain = self._gain(state.count)
