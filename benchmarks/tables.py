@@ -64,6 +64,22 @@ def distillation(result: dict) -> str:
     return "\n".join(lines)
 
 
+def faults(result: dict) -> str:
+    phases = ("starting", "running", "writing", "ending")
+    lines = [
+        f"| harm | trials | as they should | moments: {', '.join(phases)} | run done, exit code 0 | longest seconds: {', '.join(phases)} |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in result["summary"].items():
+        some = [trial for trial in result["trials"] if trial["trial"] == name]
+        done = sum(all(end["code"] == 0 for end in trial.get("ranks", [trial])) for trial in some)
+        lines.append(
+            f"| {name} | {row['trials']} | {row['good']} | {', '.join(str(row['phases'].get(p, 0)) for p in phases)} | {done}"
+            f" | {', '.join(format(row['longest_seconds'][p], '.1f') if p in row['longest_seconds'] else '-' for p in phases)} |"
+        )
+    return "\n".join(lines)
+
+
 def filled(page: str, name: str, table: str) -> str:
     pattern = rf"<!-- table: {name} -->\n(?:\n\|[^\n]*(?:\n\|[^\n]*)*\n)?"
     return re.sub(pattern, f"<!-- table: {name} -->\n\n{table}\n", page)
@@ -83,6 +99,7 @@ def main() -> None:
             "cleanlab": "\n".join(cleaning_vs_cleanlab.table(cleanlab["rows"])),
         },
         "docs/pde.md": {"pde": pde(read("pde-h200.json")), "pde-quick": pde(read("pde-quick-cpu.json"))},
+        "docs/parallel.md": {"faults": faults(read("faults-cpu.json"))},
         "docs/distillation.md": {"distillation": distillation(read("distillation-cpu.json"))},
     }
     for name, tables in pages.items():
