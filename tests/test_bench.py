@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,16 @@ def test_distributed_is_launched_and_finds_what_inline_finds():
     assert distributed["bytes_sent"] > 0
     assert distributed["difference"] < 1e-6
     assert distributed["outer_loss"] == pytest.approx(inline["outer_loss"])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_two_sides_with_more_threads_than_cores_are_noted(threads, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for command in ((*QUICK, "--execution", "thread"), ("run", "l2", "--preset", "quick", "--execution", "thread")):
+            said = invoke(*command, "--steps", "1").stderr
+            assert ("2 threads each, on 2 cores" in said and "OMP_NUM_THREADS=1" in said) == (threads == 2)
+    finally:
+        torch.set_num_threads(before)

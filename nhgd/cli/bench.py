@@ -35,6 +35,7 @@ from nhgd.cli.options import (
     device_called,
     device_of_rank,
     keep_to_threads,
+    note_crowding,
 )
 from nhgd.cli.output import check_folder, console, folder, jsonable, number, print_json, table
 from nhgd.cli.run import named_method, refuse_idle
@@ -89,6 +90,8 @@ def bench(
     if REFERENCE not in names:
         names = [REFERENCE, *names]
         case.how[REFERENCE] = {}
+    if not as_json:
+        note_crowding(names, case.device)
     settings = case.rehearsed()
     words = _words(task, case.method, steps, warmup, seed, device, data, preset, changes or ())
     trials: dict[str, list[Trial]] = {name: [] for name in names}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -60,6 +62,19 @@ def keep_to_threads(threads: int | None, device: torch.device) -> None:
     """Let torch take no more CPU threads than suit the work; how many is no matter of the machine's load, so runs repeat."""
     if threads is not None and device.type == "cpu":
         torch.set_num_threads(min(threads, torch.get_num_threads()))
+
+
+def note_crowding(executions: Iterable[str], device: torch.device) -> None:
+    """Say so when two sides of one process have more CPU threads than there are cores: they spin while they wait."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = torch.get_num_threads()
+    beside = [name for name in executions if name in ("thread", "device:cpu")]
+    if device.type == "cpu" and beside and 2 * threads > cores > 1:
+        print(
+            f"Note: under {' and '.join(beside)} the inner loop and the curvature have {threads} threads each, on {cores} cores,"
+            f" and wait for each other. With OMP_NUM_THREADS={cores // 2} they do not.",
+            file=sys.stderr,
+        )
 
 
 def checked_seed(seed: int) -> int:

@@ -30,6 +30,7 @@ from nhgd.cli.options import (
     device_called,
     device_of_rank,
     keep_to_threads,
+    note_crowding,
 )
 from nhgd.cli.output import Folder, check_folder, console, folder, jsonable, number, print_json, table
 from nhgd.cli.settings import for_execution, for_run, for_task, parse
@@ -103,6 +104,8 @@ def run(
         executor.arrive()  # before anything that takes long, so that the others know that we are coming
     try:
         keep_to_threads(chosen.threads, where)
+        if not as_json:
+            note_crowding([execution], where)
         began = time.perf_counter()
         instance = chosen.build(checked_seed(seed), where, data)
         preparation = time.perf_counter() - began

@@ -145,12 +145,16 @@ class AbstractBeside(AbstractExecutor):
         while self._launched and self._launched[0].late is None and self._launched[0].done.query():
             self._settle()  # soon, because its memory is kept until then
         lag = self._outstanding()
-        self.traffic.largest_lag = max(self.traffic.largest_lag, min(lag, self.max_lag))
+        if lag > self.traffic.largest_lag:
+            self.traffic.largest_lag = min(lag, self.max_lag)
         if lag > self.max_lag:
             self._wait(lambda: self._outstanding() <= self.max_lag)
 
     def _outstanding(self) -> int:
         """How many records wait for the thread or for the device."""
+        found = self._lag  # first, because the thread takes a record from here to there
+        if not self._launched:
+            return found
         with self._changed:
             found, under_way = self._lag, tuple(self._launched)
         for launched in reversed(under_way):
