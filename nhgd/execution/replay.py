@@ -48,8 +48,9 @@ class Replay:
     ) -> Any:
         """What the work gives for each record, joined; computed by a graph where there is one for such records.
 
-        `given` are the tensors of each record, where they are known. A graph is captured by calls with `capture`. Those must be in the inner loop's thread: until torch 2.13 no other thread
-        may draw random numbers on the GPU meanwhile, such as those of dropout.
+        `given` are the tensors of each record, where they are known. A graph is captured by calls with `capture`. Those must be
+        in the inner loop's thread: until torch 2.13 no other thread may draw random numbers on the GPU meanwhile, such as those
+        of dropout.
         """
         given = [list(tensors(record)) for record in records] if given is None else given
         flat = [tensor for some in given for tensor in some]
