@@ -124,6 +124,8 @@ class TestData:
         command = ["run", "distillation", "--preset", "paper-5", "--steps", "2", "--device", "cpu", "--json"]
         found = CliRunner().invoke(app, [*command, "--data", str(folder.parent)], catch_exceptions=False)
         assert json.loads(found.stdout)["method"] == "nhgd"
+        aloud = CliRunner().invoke(app, [*command[:-1], "--data", str(folder.parent)], catch_exceptions=False)
+        assert "the paper prints beta = 0 here" in aloud.stderr
 
     def test_small_products_are_not_shared_among_threads(self):
         assert Distillation().threads == Distillation.preset("paper-100").threads == 1

@@ -123,6 +123,11 @@ def _numbers(
             raise InputError(f"{rows.path} already has a column {added!r}, which the result would add. Rename it.")
     for name in (label, *sorted(ignore | categorical)):
         rows.column(name)
+    if label in ignore | categorical:
+        option = "--ignore" if label in ignore else "--categorical"
+        raise InputError(
+            f"The column {label!r} is the label, so it can be no column for {option}. Leave it away there."
+        )
     y = labels(rows, label)
     classes = dict.fromkeys(y)
     if len(classes) == 1:

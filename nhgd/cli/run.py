@@ -109,6 +109,10 @@ def run(
         began = time.perf_counter()
         instance = chosen.build(checked_seed(seed), where, data)
         preparation = time.perf_counter() - began
+        if method is None and not as_json and _cannot_be_run(task, preset):
+            print(
+                "Note: the paper prints beta = 0 here, which cannot be run; the task's own method is.", file=sys.stderr
+            )
         method, algorithm, printed = named_method(task, preset, method, instance)
         refuse_idle(parse(changes), instance.method_settings, algorithm)
         settings, algorithm = for_run(chosen, algorithm, rest)
@@ -206,11 +210,16 @@ def named_method(
     experiment = EXPERIMENTS.get((task, preset))
     if experiment is None:
         return method or instance.method, instance.algorithm(method), {}
-    # Where the paper's own method cannot be run as printed (beta = 0), the task's is.
-    name = method or ("nhgd-paper" if TABLE[experiment]["nhgd-paper"].beta else instance.method)
+    name = method or (instance.method if _cannot_be_run(task, preset) else "nhgd-paper")
     if name in TABLE[experiment] or name == "stocbio":
         return name, *paper(experiment, name)
     return name, instance.algorithm(name), {}
+
+
+def _cannot_be_run(task: str, preset: str) -> bool:
+    """Whether the paper's own method cannot be run as printed for this experiment, with beta = 0; then the task's is."""
+    experiment = EXPERIMENTS.get((task, preset))
+    return experiment is not None and not TABLE[experiment]["nhgd-paper"].beta
 
 
 def refuse_idle(changes: dict[str, str], suited: dict[str, Any], algorithm: Any) -> None:
