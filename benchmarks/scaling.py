@@ -29,7 +29,7 @@ from torch import nn
 
 import nhgd
 from benchmarks.environment import environment
-from benchmarks.tables import ROOT, filled
+from benchmarks.tables import ROOT, fill
 from nhgd.recorder import Recorder
 
 # Assumed, from data sheets: bytes a second in one direction for one GPU, and seconds of one message.
@@ -519,11 +519,7 @@ def main() -> None:
     for mark, table in found.items():
         print(f"{mark}\n\n{table}\n")
     if given.write:
-        page = ROOT / "docs/parallel.md"
-        text = page.read_text(encoding="utf-8")
-        for mark, table in found.items():
-            text = filled(text, mark, table)
-        page.write_text(text, encoding="utf-8")
+        fill(ROOT / "docs/parallel.md", found)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def measured(widths: tuple[int, ...], executor: AbstractExecutor) -> dict[str, A
         if not sizes:
             sizes.append(sum(t.numel() for t in tensors(record)))
 
-    executor.submit = timed  # type: ignore[method-assign]
+    executor.submit = timed  # type: ignore[method-assign]  # with a clock around it
     steps = []
     for index in range(WARMUP + STEPS):
         if index % BETWEEN == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks import cleaning as cleaning_presets
@@ -89,6 +90,14 @@ def read(name: str) -> dict:
     return json.loads((ROOT / "benchmarks/results" / name).read_text(encoding="utf-8"))
 
 
+def fill(page: Path, tables: Mapping[str, str]) -> None:
+    """Put tables into a page, each behind its mark."""
+    text = page.read_text(encoding="utf-8")
+    for mark, table in tables.items():
+        text = filled(text, mark, table)
+    page.write_text(text, encoding="utf-8")
+
+
 def main() -> None:
     cleaning = read("cleaning-inverses-h200.json")
     presets, cleanlab = read("cleaning-mnist-cpu.json"), read("cleaning-vs-cleanlab-cpu.json")
@@ -103,11 +112,7 @@ def main() -> None:
         "docs/distillation.md": {"distillation": distillation(read("distillation-cpu.json"))},
     }
     for name, tables in pages.items():
-        page = ROOT / name
-        text = page.read_text(encoding="utf-8")
-        for mark, table in tables.items():
-            text = filled(text, mark, table)
-        page.write_text(text, encoding="utf-8")
+        fill(ROOT / name, tables)
 
 
 if __name__ == "__main__":

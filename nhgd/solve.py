@@ -541,6 +541,7 @@ def _check_projections(project: Projection, project_v: Projection) -> None:
         raise InputError(f"project must be a radius above 0 or a function of theta, got {project!r}.")
     if project_v is None or callable(project_v):
         return
-    numbers = isinstance(project_v, (tuple, list)) and all(isinstance(bound, (int, float)) for bound in project_v)
-    if not (numbers and len(project_v) == 2 and project_v[0] < project_v[1]):  # type: ignore[arg-type, index]
+    bounds: list[Any] = list(project_v) if isinstance(project_v, (tuple, list)) else []
+    numbers = len(bounds) == 2 and all(isinstance(bound, (int, float)) for bound in bounds)
+    if not (numbers and bounds[0] < bounds[1]):
         raise InputError(f"project_v must be a box (low, high) with low < high or a function of v, got {project_v!r}.")

@@ -5,7 +5,6 @@ One group of 2 processes and one of 4 answer every question of this file; the an
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from nhgd.team import AbstractTeam, Alone, Team
 from nhgd.variable import Variable
 from tests.commands import answer
 from tests.processes import together
-from tests.test_team import SAMPLES, Answers, Scaled, data, equal_bits, made, net, outcome, solver
+from tests.test_team import SAMPLES, Answers, Scaled, data, equal_bits, left_alone, made, net, outcome, solver
 
 SIZES = (2, 4)
 SEVENS = {"inner_data": nhgd.Data(*data(), batch=7)}  # parts of 7 and of 5 samples differ on 2 and on 4 workers
@@ -626,17 +625,12 @@ def test_tensors_cannot_be_wrapped() -> None:
 
 
 def dying(rank: int, size: int) -> str:
-    wrapper = DistributedDataParallel(seeded(net))
-    run = solver(Team(timeout=20.0), made(wrapper), NHGD(KFAC()), **SEVENS)
-    run.step()
-    if rank == 1:
-        os._exit(3)
-    return _said(lambda: run.run(steps=50))
+    return left_alone(rank, DistributedDataParallel(seeded(net)))
 
 
-def test_a_dead_worker_is_a_sentence_not_a_hang() -> None:
-    found = together(dying, 2, lost=(1,), limit=60.0)
-    assert found[0].startswith("RunError: Rank 0 of 2 has lost another worker: ")
+def test_a_dead_worker_is_noticed_inside_the_wrapper_too() -> None:
+    said, _ = together(dying, 2, lost=(1,), limit=60.0)
+    assert said.startswith("RunError: Rank 0 of 2 has lost another worker: ")
 
 
 def leaving_out(rank: int, size: int) -> str:

@@ -499,13 +499,17 @@ def test_workers_that_differ_are_told(size: int) -> None:
         assert found["itd"].startswith("InputError: ITD differentiates")
 
 
-def dying(rank: int, size: int) -> str:
-    team = Team(timeout=20.0)
-    run = solver(team, made(), NHGD(KFAC()))
+def left_alone(rank: int, model: nn.Module | None = None) -> str:
+    """What a worker says whose only colleague dies in the middle of a run."""
+    run = solver(Team(timeout=20.0), made(model), NHGD(KFAC()))
     run.step()
     if rank == 1:
         os._exit(3)
     return _said(lambda: run.run(steps=50))
+
+
+def dying(rank: int, size: int) -> str:
+    return left_alone(rank)
 
 
 def test_a_dead_worker_is_a_sentence_not_a_hang() -> None:

@@ -101,7 +101,7 @@ class ITD(AbstractAlgorithm):
             stage.outer.next(),
             stage.seed(),
             stage.calls,
-            None if radius is None else float(radius),  # type: ignore[arg-type]
+            radius if isinstance(radius, (int, float)) else None,
         )
         problem.theta.assign(found.theta)
         norm = stage.move_v(found.v)

@@ -336,9 +336,10 @@ class Stage:
             with self.problem.theta.view() as theta:
                 _apply(rule, theta)
             return
+        assert isinstance(rule, (int, float))  # as the solver has checked
         leaves = self.problem.theta.leaves
         norm = torch.stack([leaf.norm().to(self.problem.theta.dtype) for leaf in leaves]).norm()
-        shrink = (float(rule) / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)  # type: ignore[arg-type]
+        shrink = (rule / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)
         for leaf in leaves:
             leaf.mul_(shrink.to(leaf.dtype))
 
@@ -371,7 +372,8 @@ class Stage:
             with self.problem.v.view() as v:
                 _apply(rule, v)
             return
-        low, high = rule  # type: ignore[misc]
+        assert not isinstance(rule, (int, float))  # as the solver has checked
+        low, high = rule
         for leaf in self.problem.v.leaves:
             leaf.clamp_(low, high)
 

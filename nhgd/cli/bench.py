@@ -220,9 +220,9 @@ def _settings(names: Sequence[str], changes: Mapping[str, str]) -> tuple[dict[st
     """The settings of each execution that has them, and the changes that are no execution's."""
     found: dict[str, dict[str, Any]] = {}
     taken: set[str] = set()
-    some_beside = any(EXECUTIONS[name.partition(":")[0]].beside for name in names)  # type: ignore[attr-defined]
-    for name in names:
-        kind: Any = EXECUTIONS[name.partition(":")[0]]
+    kinds: dict[str, Any] = {name: EXECUTIONS[name.partition(":")[0]] for name in names}
+    some_beside = any(kind.beside for kind in kinds.values())
+    for name, kind in kinds.items():
         known = set(signature(kind).parameters) - {"device", "team"}
         own = {key: text for key, text in changes.items() if key.removeprefix("execution.") in known}
         if some_beside and not kind.beside:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -10,7 +11,6 @@ from nhgd.cli.options import Json
 from nhgd.cli.output import console, jsonable, print_json, table
 from nhgd.execution import EXECUTIONS
 from nhgd.inverse import INVERSES
-from nhgd.registry import Registry
 from nhgd.task import TASKS
 
 
@@ -39,8 +39,8 @@ def list_names(as_json: Json = False) -> None:
     out.print("A number behind the name of an inverse sets its steps: cg-40, aid-neumann-20, refined-kfac-10.")
 
 
-def _summaries(registry: Registry) -> list[dict[str, str]]:
-    return [{"name": name, "summary": cls.summary()} for name, cls in registry.items()]  # type: ignore[attr-defined]
+def _summaries(registry: Mapping[str, Any]) -> list[dict[str, str]]:
+    return [{"name": name, "summary": cls.summary()} for name, cls in registry.items()]
 
 
 def _variant(made: AbstractAlgorithm) -> str:

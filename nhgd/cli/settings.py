@@ -59,8 +59,9 @@ def solver_kinds() -> dict[str, Any]:
 
 def for_execution(name: str, changes: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
     """The settings of an executor, and the changes that are not its own. A key may carry its place: execution.max_lag."""
-    hints = get_type_hints(EXECUTIONS[name.partition(":")[0]].__init__)  # type: ignore[misc]
-    known = {key: kind for key, kind in hints.items() if key not in ("return", "team", "device")}
+    kind: Any = EXECUTIONS[name.partition(":")[0]]
+    hints = get_type_hints(kind.__init__)
+    known = {key: hint for key, hint in hints.items() if key not in ("return", "team", "device")}
     own = {key.removeprefix("execution."): text for key, text in changes.items()}
     for key in changes:
         if key.startswith("execution.") and key.removeprefix("execution.") not in known:

@@ -8,8 +8,9 @@ import os
 import struct
 import zlib
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -40,17 +41,17 @@ def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     Which of the two it is, its first bytes tell: browsers unpack files and leave the name as it was.
     """
     try:
-        with open(path, "rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
+        with open(path, "rb") as start:
+            packed = start.read(2) == b"\x1f\x8b"
         with gzip.open(path, "rb") if packed else open(path, "rb") as file:
-            return _parse(file, path)  # type: ignore[arg-type]
+            return _parse(file, path)
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise InputError(f"{path} is not a whole gzip file ({error}). Download it again.") from error
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def _parse(file: BinaryIO, path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def _parse(file: BufferedIOBase, path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     head = file.read(4)
     if len(head) < 4 or head[:2] != b"\0\0":
         raise InputError(

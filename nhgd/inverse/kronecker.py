@@ -228,7 +228,12 @@ class AbstractKronecker(AbstractInverse):
         """The statistics of a batch, where no team has to sum them."""
         if not isinstance(record, LayerStatistics) or record.team is not None or not record.layers:
             return None
-        return Steady((), lambda given: self.statistics(state, given))  # type: ignore[arg-type]
+
+        def work(given: InnerRecord) -> BatchStatistics:
+            assert isinstance(given, LayerStatistics)
+            return self.statistics(state, given)
+
+        return Steady((), work)
 
     @torch.no_grad()
     def statistics(self, state: KroneckerState, record: LayerStatistics) -> BatchStatistics:
