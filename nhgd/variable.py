@@ -153,10 +153,11 @@ class Variable:
         for places, tensor in zip(self._places, tensors, strict=True):
             for module, name in places:
                 # Attribute assignment insists on nn.Parameter; what is put here may be any tensor of a graph.
-                module._parameters[name] = tensor  # type: ignore[assignment]
+                module._parameters[name] = tensor  # type: ignore[assignment]  # torch takes tensors here, and says parameters
                 if hasattr(module, "_flat_weights_names"):
                     recurrent.add(module)
         for module in recurrent:  # LSTM and its kin keep a second list of their weights
+            # A list of recurrent modules alone, which the types of Module do not know of.
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]  # type: ignore[union-attr, assignment]
 
     @contextmanager
@@ -244,7 +245,7 @@ def _unparalleled(module: nn.Module) -> nn.Module:
     if wrapper is None:
         return module
     inside = _unparalleled(wrapper.module)
-    return inside if wrapper is module else module.dynamo_ctx(inside)  # type: ignore[operator]
+    return inside if wrapper is module else module.dynamo_ctx(inside)  # type: ignore[operator]  # of a compiled module alone
 
 
 def _inside(module: nn.Module) -> nn.Module:
