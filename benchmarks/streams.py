@@ -199,6 +199,7 @@ def measure(
         "batch": batch,
         "inner_steps": steps,
         "inverse": repr(inverse),
+        "rounds": times,
         "milliseconds": {key: 1e3 * seconds for key, seconds in times_of.items()},
         "milliseconds_quartiles": {key: [1e3 * q for q in quartiles(seconds)] for key, seconds in found.items()},
         "busy": shares,
@@ -220,7 +221,9 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--times", type=int, default=15)
+    parser.add_argument(
+        "--times", type=int, default=15, help="rounds; of the shortest case five times as many, of long ones a third"
+    )
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of the cases to run, from 0; default: all")
     given = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -228,12 +231,24 @@ def main() -> None:
     literal = FisherDense(form="inverse", update="ema", beta=0.8, records="raw", warm="reset")
     rows: list[dict[str, Any]] = []
     cases = [
-        ("dense, the paper's rank-one update", softmax, literal, 1024, given.times),
+        ("dense, the paper's rank-one update", softmax, literal, 1024, 5 * given.times),
         ("dense, inverse form, per-sample rows", softmax, FisherDense(form="inverse", warm="reset"), 1024, given.times),
         ("dense, matrix form, per-sample rows", softmax, FisherDense(), 1024, given.times),
         ("dense, matrix form, per-sample rows, batch 256", softmax, FisherDense(), 256, given.times),
-        ("K-FAC, MLP, bases beside the loop", mlp, KFAC(invert_every=10, invert_phase=1), 1024, 9),
-        ("K-FAC, MLP, bases beside the loop, batch 8192", mlp, KFAC(invert_every=10, invert_phase=1), 8192, 9),
+        (
+            "K-FAC, MLP, bases beside the loop",
+            mlp,
+            KFAC(invert_every=10, invert_phase=1),
+            1024,
+            max(9, given.times // 3),
+        ),
+        (
+            "K-FAC, MLP, bases beside the loop, batch 8192",
+            mlp,
+            KFAC(invert_every=10, invert_phase=1),
+            8192,
+            max(9, given.times // 3),
+        ),
         ("K-FAC, MLP, Cholesky at the solve", mlp, KFAC(solver="cholesky"), 1024, given.times),
         ("K-FAC, MLP, Cholesky at the solve, batch 8192", mlp, KFAC(solver="cholesky"), 8192, given.times),
     ]

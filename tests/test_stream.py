@@ -96,16 +96,17 @@ def card(monkeypatch):
     prepare = Stream._prepare
     monkeypatch.setattr(Stream, "_prepare", lambda self, theta: prepare(self, SimpleNamespace(device=GPU)))  # type: ignore[arg-type]
     monkeypatch.setattr(Stream, "_received", lambda self, record: record)
-    monkeypatch.setattr(Stream, "_brought", lambda self, found: found.clone())
     monkeypatch.setattr(Stream, "_there", Stream._on_side)
 
     def captured(self, key, steadies, records, joined):  # type: ignore[no-untyped-def]
         card.captured += 1
         fixed = [mapped(record, torch.clone) for record in records]
-        result = torch.empty((len(records), 4) if joined is torch.stack else 4, dtype=torch.float64)
+        result = torch.empty(4, dtype=torch.float64)
 
         def work() -> None:
-            result.copy_(joined([s.work(r) for s, r in zip(steadies, fixed, strict=True)]))
+            found = joined([s.work(r) for s, r in zip(steadies, fixed, strict=True)])
+            if found is not None:
+                result.copy_(found)
 
         made = replays._Graph(Graph(work), [t for r in fixed for t in tensors(r)], result)  # type: ignore[arg-type]
         self._graphs[key] = made
@@ -256,3 +257,37 @@ def test_the_usual_work_of_the_thread_is_captured_by_the_inner_loop(card, monkey
     assert torch.equal(found.v.flat(), expected.v.flat())
     assert prepared
     assert card.captured == 0  # never in the thread
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("max_lag", [0, 1, 2, 8])
+def test_each_launch_is_judged_by_its_own_numbers(card, max_lag, held):
+    inline, executor = Inline(), Stream(max_lag=max_lag)
+    for _ in range(2):  # started again, launches are counted from the first place of the log
+        problem, record = loaded(executor)
+        inline.start(LITERAL, problem.theta)
+        card.held = held
+        for length in (7, 1, 12, 5, 30):
+            inline.begin()
+            executor.begin()
+            for scale in range(1, length + 1):
+                given = mapped(record(), lambda t, scale=scale: t * scale)  # type: ignore[misc]
+                inline.submit(given)
+                executor.submit(given)
+            found, expected = executor.keep(), inline.keep()
+            assert (found.curvature, found.observed) == (expected.curvature, expected.observed)
+            assert torch.equal(found.matrix, expected.matrix)
+        card.held = False
+    executor.close()
+
+
+def test_a_new_outer_step_is_told_of_even_where_no_record_follows(card):
+    executor = Stream()
+    _, record = loaded(executor)
+    executor.submit(record())
+    assert not torch.equal(executor.snapshot()[0].matrix, torch.eye(len(executor.keep().matrix), dtype=torch.float64))
+    executor.begin()
+    state, lag = executor.snapshot()
+    assert torch.equal(state.matrix, torch.eye(len(state.matrix), dtype=torch.float64))
+    assert (state.observed, lag) == (1, 0)
+    executor.close()

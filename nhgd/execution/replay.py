@@ -54,7 +54,7 @@ class Replay:
         """
         given = [list(tensors(record)) for record in records] if given is None else given
         flat = [tensor for some in given for tensor in some]
-        key = self._key(steadies, records, given)
+        key = _key(steadies, records, given)
         found = self._graphs.get(key)
         if found is None:
             self._met[key] += 1
@@ -74,12 +74,9 @@ class Replay:
         """Capture the work on such records, if it is due for them. Nothing is done with the record."""
         self.due = False
         given = list(tensors(record))
-        key = self._key([steady], [record], [given])
+        key = _key([steady], [record], [given])
         if key not in self._graphs and self._worth_it(key, given):
             self._capture(key, [steady], [record], joined)
-
-    def _key(self, steadies: Sequence[Steady], records: Sequence[InnerRecord], given: list[list[Tensor]]) -> Hashable:
-        return tuple((s.key, _layout(r, ts)) for s, r, ts in zip(steadies, records, given, strict=True))
 
     def _worth_it(self, key: Hashable, given: list[Tensor]) -> bool:
         size = sum(t.numel() * t.element_size() for t in given)
@@ -112,7 +109,12 @@ class Replay:
         return made
 
 
-def _layout(record: InnerRecord, given: list[Tensor]) -> Hashable:
-    names = tuple(layer.weight for layer in record.layers) if isinstance(record, LayerStatistics) else ()
-    kinds = tuple((t.shape, t.dtype, t.stride()) for t in given)
-    return type(record), record.samples, names, kinds
+def _key(steadies: Sequence[Steady], records: Sequence[InnerRecord], given: list[list[Tensor]]) -> Hashable:
+    """What a graph can be used again for; made for each record, so made quickly."""
+    works = [steady.key for steady in steadies]
+    forms = [(type(r), r.samples, _names(r), len(some)) for r, some in zip(records, given, strict=True)]
+    return (*works, *forms, *[(t.shape, t.dtype, t.stride()) for some in given for t in some])
+
+
+def _names(record: InnerRecord) -> Hashable:
+    return tuple(layer.weight for layer in record.layers) if isinstance(record, LayerStatistics) else ()

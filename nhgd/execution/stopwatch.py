@@ -27,6 +27,7 @@ class Stopwatch:
         self._device = device
         self._ended: deque[float] = deque()
         self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._free: deque[torch.cuda.Event] = deque()  # read, to be used again: those of an end may be held by others
 
     @contextmanager
     def running(self) -> Iterator[torch.cuda.Event | None]:
@@ -47,7 +48,7 @@ class Stopwatch:
 
     def begin(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """A section begins on a stream; give the event to `end`."""
-        first = torch.cuda.Event(enable_timing=True)
+        first = self._free.popleft() if self._free else torch.cuda.Event(enable_timing=True)  # one thread begins
         first.record(stream)
         return first
 
@@ -68,4 +69,5 @@ class Stopwatch:
         while self._events and self._events[0][1].query():
             first, last = self._events.popleft()
             found += first.elapsed_time(last) / 1000
+            self._free.append(first)
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from nhgd.record import BatchGradient, InnerRecord, tensors
 from nhgd.variable import Variable
 
 TOGETHER = 5  # records, for which one launch is worth the wait of the first
+
+Gathered: TypeAlias = tuple[InnerRecord, list[Tensor], list[tuple[Tensor, int]]]  # its tensors, and their versions
 
 
 @final
@@ -47,10 +49,12 @@ class Stream(AbstractBeside):
     _replayed: AbstractInverse | None = None  # whose graphs there are
     _within = False  # whether an outer step is being taken, on the inner stream
     _ahead: Any = None  # the state after what was launched from here, but for numbers that are not known yet
+    _log: Tensor | None = None  # of those numbers, on the device: a place for each launch, and then the first again
+    _beginning = False  # whether the inverse is still to be told of a new outer step, by the next launch
 
     def __init__(self, max_lag: int | None = None, stale: bool = False) -> None:
         super().__init__(max_lag, stale)
-        self._gathered: list[tuple[InnerRecord, list[Tensor], list[tuple[Tensor, int]]]] = []
+        self._gathered: list[Gathered] = []
 
     def _prepare(self, theta: Variable) -> None:
         if theta.device.type != "cuda":
@@ -59,20 +63,23 @@ class Stream(AbstractBeside):
             )
         if self._side is None or self._side.device != theta.device:
             self._side = torch.cuda.Stream(theta.device)
+            self._replayed = None
             self._inner = torch.cuda.Stream(theta.device, priority=-1)
             self._waiting = Stopwatch(theta.device)
             self._busy = Stopwatch(theta.device)
-        self._side.wait_stream(torch.cuda.current_stream(theta.device))  # the first state is made on the inner stream
         if self._replayed is not self._inverse:
-            self._replay, self._replayed = Replay(), self._inverse
+            self._replay, self._replayed, self._log = Replay(), self._inverse, None
+        elif self._log is not None:
+            self._place.zero_()
+        self._side.wait_stream(torch.cuda.current_stream(theta.device))  # the first state is made on the inner stream
         self._marker = torch.cuda.Event()
         self._several = torch.cuda.device_count() > 1
         self._together = min(TOGETHER, self.max_lag // 2 + 1)
         self._gathered.clear()
         self._ahead = None
         self._ahead_of: dict[type[Any], bool] = {}
-        self._numbers: Tensor | None = None
-        self._place = 0
+        self._beginning = self._under_way = False
+        self._next = 0
 
     def _mark(self) -> Callable[[], None]:
         side = self._side
@@ -137,13 +144,17 @@ class Stream(AbstractBeside):
         """In the inner loop's thread: what is launched here goes to the side stream, after all that was launched before."""
         side, inner = self._side, self._current()
         assert side is not None
-        self._marker.record(inner)  # one event for all: a stream waits for what it meant when asked
-        side.wait_event(self._marker)
-        device = self._switch(side)
+        device = self._on(side, inner)
         try:
             yield
         finally:
             self._switch(inner, device)
+
+    def _on(self, stream: torch.cuda.Stream, before: torch.cuda.Stream) -> int | None:
+        """Make a stream the current one, which goes on after all that was launched on the other; see `_switch`."""
+        self._marker.record(before)  # one event for all: a stream waits for what it meant when asked
+        stream.wait_event(self._marker)
+        return self._switch(stream)
 
     def begin(self) -> None:
         """Tell the inverse that a new outer step begins, at once where nothing is queued before."""
@@ -152,8 +163,7 @@ class Stream(AbstractBeside):
             super().begin()
             return
         self._raise()
-        with torch.no_grad(), self._on_side():
-            self._state = self._inverse.begin(self._state)
+        self._beginning = True
 
     def submit(self, record: InnerRecord) -> None:
         """Gather the record, to be launched from here, or queue it for the thread."""
@@ -170,11 +180,13 @@ class Stream(AbstractBeside):
         gathered.append((record, given, [(t, t._version) for t in given]))
         if len(gathered) >= self._together:
             self._launch()
-        elif not self._launched:  # nothing else is outstanding
-            self.traffic.records += 1
-            self.traffic.largest_lag = max(self.traffic.largest_lag, len(gathered))
-            return
-        self._hold_back()
+        lag = self._outstanding() if self._under_way else len(gathered)
+        traffic = self.traffic
+        traffic.records += 1
+        if lag > traffic.largest_lag:
+            traffic.largest_lag = min(lag, self.max_lag)
+        if lag > self.max_lag:
+            self._wait(lambda: self._outstanding() <= self.max_lag)
 
     def _prepare_graph(self, record: InnerRecord) -> None:
         kept: Any = learner(self._inverse)
@@ -197,45 +209,65 @@ class Stream(AbstractBeside):
         return found and (kind is BatchGradient or not any(map(self._moves, tensors(record))))
 
     def _launch(self) -> None:
-        """Launch the work on what was gathered."""
-        if not self._gathered:
+        """Launch the work on what was gathered, after that of a new outer step if one has begun."""
+        if not self._gathered and not self._beginning:
             return
-        assert self._side is not None
+        side, inner = self._side, self._current()
+        assert side is not None
         while len(self._launched) > self.max_lag:
             self._settle()  # done long ago: no more than `max_lag` records are not
+        gathered, self._gathered = self._gathered, []
+        began = self._on(side, inner)
+        try:
+            if self._beginning:
+                self._beginning = False
+                with torch.no_grad():
+                    self._state = self._inverse.begin(self._state)
+            if gathered:
+                self._launch_records(gathered, side)
+        finally:
+            self._switch(inner, began)
+
+    def _launch_records(self, gathered: list[Gathered], side: torch.cuda.Stream) -> None:
         kept: Any = learner(self._inverse)
-        records = [record for record, _, _ in self._gathered]
-        given = [some for _, some, _ in self._gathered]
-        versions = [pair for _, _, pairs in self._gathered for pair in pairs]
-        self._gathered.clear()
-        steadies = []
+        records, given, versions, steadies = [], [], [], []
         state = self._state if self._ahead is None else self._ahead
-        for record in records:
+        for record, some, pairs in gathered:
+            records.append(record)
+            given.append(some)
+            versions += pairs
             steadies.append(kept.steady(state, record))
             state = steadies[-1].ahead
-        with self._on_side():
-            began = self._busy.begin(self._side)
-            numbers = self._brought(self._replay(steadies, records, torch.stack, given))
-            done = self._busy.end(began, self._side)
+        began = self._busy.begin(side)
+        self._replay(steadies, records, self._noted, given)
+        done = self._busy.end(began, side)
+        place, self._next = self._next, (self._next + 1) % len(self._shown)
 
         def late(state: Any) -> Any:
-            for steady, row in zip(steadies, numbers.tolist(), strict=True):
+            for steady, row in zip(steadies, self._shown[place].tolist(), strict=False):
                 state = steady.late(state, row)
             return state
 
         self._launched.append(Launched(done, versions, len(records), late))
+        self._under_way = True
         self._ahead = state
 
-    def _brought(self, found: Tensor) -> Tensor:
-        """A copy in pinned memory, which is there when the stream has come so far."""
-        if self._numbers is None or self._numbers.shape[2:] != found.shape[1:]:
+    def _noted(self, found: list[Tensor]) -> None:
+        """Write what the work on some records gave into the log. It is a part of the graph, so the device counts places."""
+        numbers = torch.stack(found)
+        if self._log is None:
             # More places than there can be launches not looked at, so that none is written to before.
-            shape = self.max_lag + 2, TOGETHER, *found.shape[1:]
-            self._numbers = torch.empty(shape, dtype=found.dtype, pin_memory=True)
-        self._place = (self._place + 1) % len(self._numbers)
-        return self._numbers[self._place, : len(found)].copy_(found, non_blocking=True)
+            self._log = numbers.new_zeros(self.max_lag + 2, TOGETHER, *numbers.shape[1:])
+            self._place = torch.zeros(1, dtype=torch.int64, device=numbers.device)
+            self._shown = torch.zeros_like(self._log, device="cpu", pin_memory=self._log.is_cuda)
+        self._log[:, : len(found)].index_copy_(0, self._place, numbers[None])
+        self._place.add_(1).remainder_(len(self._log))
+        self._shown.copy_(self._log, non_blocking=True)  # what is written twice while it is read is the same
 
     def _outstanding(self) -> int:
+        if not self._unfinished and self._launched and self._launched[-1].done.query():
+            self._under_way = False
+            return len(self._gathered)
         return len(self._gathered) + super()._outstanding()
 
     def _catch_up(self) -> None:
@@ -305,6 +337,7 @@ class Stream(AbstractBeside):
     def close(self) -> None:
         """End the thread; what is still queued is dropped."""
         self._gathered.clear()
+        self._beginning = False
         super().close()
 
     def measured(self) -> Traffic:
