@@ -193,6 +193,12 @@ class Bilevel:
         terms = [(c * t.square()).sum() for c, t in zip(self.ridge_coefficients(v), leaves, strict=True)]
         return torch.stack([t.to(self.theta.dtype) for t in terms]).sum()
 
+    def ridge_number(self) -> float | None:
+        """2 * l2, in theta's precision, where it is the same for every coordinate and does not depend on v."""
+        if callable(self.l2) or any(leaf.dtype != self.theta.dtype for leaf in self.theta.leaves):
+            return None
+        return float(torch.tensor(2 * float(self.l2), dtype=self.theta.dtype))
+
     @torch.no_grad()
     def ridge_diagonal(self) -> Tensor:
         """The ridge's Hessian, 2 * l2 for every coordinate of theta, (D,)."""

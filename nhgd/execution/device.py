@@ -146,7 +146,7 @@ class Device(AbstractBeside):
         if self._side is not None and u.device.type == "cuda":
             self._side.wait_stream(torch.cuda.current_stream(u.device))
         with self._there():
-            x, stats = solve_there(learner(self._inverse), state, u.to(self.device), ridge.to(self.device))
+            x, stats = solve_there(learner(self._inverse), state, u.to(self.device), ridge)
             x = x.to(u.device)
         if self._side is not None and u.device.type == "cuda":
             torch.cuda.current_stream(u.device).wait_stream(self._side)

@@ -23,6 +23,7 @@ class RidgePoint:
     """All that an inverse which learns asks of a point: the ridge's Hessian, (D,), where the state is."""
 
     ridge: Tensor
+    number: float | None = None  # where it is one number
     team: None = None  # who shares the work of a solve: nobody
 
     @property
@@ -44,10 +45,20 @@ class RidgePoint:
         """2 l2 for every coordinate of theta."""
         return self.ridge
 
+    def ridge_number(self) -> float | None:
+        """The same where it is one number."""
+        return self.number
+
+
+def ridge_point(u: Tensor, ridge: Tensor) -> Point:
+    """The point of a solve for u, (D,): the ridge is (D,), or 0-dimensional in the host's memory."""
+    number = float(ridge.to(u.dtype)) if ridge.ndim == 0 else None
+    return cast(Point, RidgePoint(ridge.to(u).expand_as(u), number))
+
 
 def solve_there(inverse: AbstractInverse, state: Any, u: Tensor, ridge: Tensor) -> tuple[Tensor, SolveStats]:
-    """What is done where the state is, with u, (D,), and the ridge moved there: the inverse's own solve."""
-    return inverse.solve(state, u, cast(Point, RidgePoint(ridge.to(u.dtype).expand_as(u))))
+    """What is done where the state is, with u, (D,), moved there: the inverse's own solve."""
+    return inverse.solve(state, u, ridge_point(u, ridge))
 
 
 @final

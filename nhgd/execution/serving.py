@@ -11,7 +11,7 @@ from torch import Tensor
 from nhgd.errors import NhgdError
 from nhgd.execution.channel import Channel, Lane, Message
 from nhgd.execution.division import Division
-from nhgd.execution.elsewhere import RidgePoint, learner
+from nhgd.execution.elsewhere import learner, ridge_point
 from nhgd.execution.packing import from_bytes, joined, packed
 from nhgd.execution.protocol import Tag, Word, told
 from nhgd.execution.roles import Roles
@@ -174,13 +174,13 @@ class Serving:
         return {}, []
 
     def _solved(self, request: Message) -> tuple[dict[str, Any], list[Tensor]]:
-        own, ridge = (t.to(self._device) for t in request.tensors)
+        own, ridge = request.tensors[0].to(self._device), request.tensors[1].cpu()
         u = self._division.spread(own, self._part, torch.zeros(self._theta.numel, dtype=own.dtype, device=own.device))
         marked, damping = request.text["marked"], request.text["damping"]
         state = self._marked if marked else self._state
         inverse = self.inverse if damping is None else self.inverse.damped(damping)
-        at: Any = RidgePoint(ridge.to(u.dtype).expand_as(u))
-        key = self._messages, marked, ridge.cpu().numpy().tobytes()
+        at = ridge_point(u, ridge)
+        key = self._messages, marked, ridge.numpy().tobytes()
         notes: dict[str, Any] = {}
         if self._operator is not None and self._operator[0] == key:
             # A second right-hand side at the same point: factorise once for this one and those after it.

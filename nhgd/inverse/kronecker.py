@@ -328,14 +328,15 @@ class AbstractKronecker(AbstractInverse):
                 f"{type(self).__name__} has observed no inner step yet, so there is nothing to invert. Run an inner step"
                 " first, or give inner_data."
             )
-        ridge = at.problem.ridge_diagonal()
-        low, high = (float(r) for r in ridge.aminmax())
-        damping = resolve_damping(self.damping, ridge, self.mean_diagonal(state))
+        number = at.problem.ridge_number()  # then nothing is asked of a device, which may be busy for long
+        ridge = at.problem.ridge_diagonal() if number is None else number
+        low, high = (ridge, ridge) if isinstance(ridge, float) else (float(r) for r in ridge.aminmax())
+        damping = resolve_damping(self.damping, ridge, lambda: self.mean_diagonal(state))
         notes: dict[str, Any] = {"damping": damping}
         layers: dict[str, Solver] = {}
         for layer in state.inputs:
             mean = low
-            if low != high:
+            if isinstance(ridge, Tensor) and low != high:
                 own = state.gather(layer, ridge)
                 mean = float(own.mean())
                 if bool((own != own.flatten()[0]).any()):
@@ -344,7 +345,10 @@ class AbstractKronecker(AbstractInverse):
         blocks: dict[str, Solver] = {}
         for name, block in state.blocks.items():
             notes.setdefault("others", {})[name] = "dense" if block.ndim == 2 else "diagonal"
-            extra = ridge[state.place(name)].to(block.dtype) + damping
+            if isinstance(ridge, float):
+                extra = block.new_full((len(block),), ridge) + damping
+            else:
+                extra = ridge[state.place(name)].to(block.dtype) + damping
             blocks[name] = _block_solver(type(self).__name__, name, block, extra)
 
         @torch.no_grad()
