@@ -280,6 +280,12 @@ class Point:
         self.calls.hvps += len(vectors) * len(self.inner_batches)
         return self._summed([total])[0]
 
+    def prepare(self) -> None:
+        """All of the next product that does not need its vector, where one batch allows to keep it."""
+        if len(self.inner_batches) == 1:
+            with self._pass(0):
+                self._graph(0)
+
     def cross(self, vector: Tensor) -> list[Tensor]:
         """The cross derivative, transposed, times a vector (D,): one tensor for each leaf of v."""
         self.calls.cross += len(self.inner_batches)

@@ -412,6 +412,33 @@ def test_the_thread_works_while_the_inner_loop_does():
     executor.close()
 
 
+@pytest.mark.parametrize("single", [False, True])
+def test_the_outer_gradient_and_the_graph_of_the_cross_derivative_are_made_while_curvature_is_under_way(single):
+    problem, inner, outer = catalogue.mlp_module()
+    slow = Slow(KFAC())
+    asked = []
+    losses, value = problem.losses, problem.outer_value
+
+    def noted(kind, function):
+        def asking(*given):
+            asked.append(kind)
+            if asked[-2:] == ["outer", "inner"]:
+                slow.gate.set()  # only now may the records be folded in
+            return function(*given)
+
+        return asking
+
+    problem.losses, problem.outer_value = noted("inner", losses), noted("outer", value)
+    method = NHGDSingle(KFAC()) if single else NHGD(KFAC())
+    solver = nhgd.Solver(problem, [inner], [outer], method=method, inner_steps=3, execution="thread")
+    solver.executor._inverse = slow
+    asked.clear()  # what the solver has looked at before
+    slow.gate.clear()
+    solver.step()
+    assert asked == ["inner"] * (1 if single else 3) + ["outer", "inner"]  # and none after the solve
+    solver.close()
+
+
 def test_convolutions_and_several_calls_travel():
     def make():
         torch.manual_seed(0)

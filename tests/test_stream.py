@@ -312,3 +312,14 @@ def test_the_half_that_is_waited_for_has_the_right_of_way(card):
     assert [difference > 0 for difference in found] == [False, False, True, True, False, False]
     assert 0 not in found
     solver.close()
+
+
+def test_what_was_gathered_is_launched_when_the_inner_loop_ends(card):
+    executor = Stream()
+    _, record = loaded(executor)
+    for _ in range(7):
+        executor.submit(record())
+    assert [launched.records for launched in executor._launched] == [5]
+    executor.hurry()
+    assert [launched.records for launched in executor._launched] == [5, 2]
+    executor.close()

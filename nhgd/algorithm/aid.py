@@ -12,7 +12,6 @@ from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
 from nhgd.algorithm.calibration import calibrated
 from nhgd.algorithm.stage import Stage
 from nhgd.errors import InputError
-from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse import CG, AbstractInverse, Identity
 
 
@@ -76,9 +75,7 @@ class AID(AbstractAlgorithm):
         if not self.warm_start:
             stage.problem.theta.assign(state.theta)
         losses = [stage.inner_step() for _ in range(stage.settings.inner_steps)]
-        inverse, curvature, lag = stage.curvature()
-        at = stage.point(stage.inner_batches(self.batches), stage.outer.next())
-        found = implicit(at, inverse, curvature, state.adjoint if self.warm_solve else None)
+        found, lag = stage.implicit(stage.inner_batches(self.batches), state.adjoint if self.warm_solve else None)
         norm = stage.move_v(found.leaves)
         info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, lag, {"residual": found.stats.residual})
         return AIDState(state.theta, found.adjoint), info

@@ -15,7 +15,6 @@ from nhgd.algorithm.natural import LevenbergMarquardt
 from nhgd.algorithm.stage import Stage
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError, counted, not_negative, unknown
-from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse import AbstractInverse, FisherDense, FisherWindow, Refined
 from nhgd.inverse.automatic import automatic
 from nhgd.problem import Bilevel
@@ -160,13 +159,11 @@ class NHGD(AbstractAlgorithm):
         if self.observe == "end":
             for batch in batches:
                 stage.gradient(batch, always=True)
-        solving, curvature, lag = stage.curvature()
-        at = stage.point(batches, stage.outer.next())
 
         def along(x: Tensor) -> list[Tensor]:
             return trajectory_cross(stage, visits, x)
 
-        found = implicit(at, solving, curvature, state.adjoint, along if self.cross == "trajectory" else None)
+        found, lag = stage.implicit(batches, state.adjoint, along if self.cross == "trajectory" else None)
         norm = stage.move_v(found.leaves)
         notes = {"inverse": inverse.name, "residual": found.stats.residual}
         if state.marquardt is not None:

@@ -12,7 +12,6 @@ from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
 from nhgd.algorithm.calibration import calibrated
 from nhgd.algorithm.stage import Stage
 from nhgd.errors import InputError, not_negative
-from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse import AbstractInverse, FisherDense, Refined
 from nhgd.inverse.automatic import automatic
 from nhgd.problem import Bilevel
@@ -97,9 +96,7 @@ class NHGDSingle(AbstractAlgorithm):
     def step(self, stage: Stage, state: NHGDSingleState) -> tuple[NHGDSingleState, StepInfo]:
         """One iteration."""
         loss = stage.inner_step()
-        inverse, curvature, lag = stage.curvature()
-        at = stage.point(stage.inner_batches(self.batches), stage.outer.next())
-        found = implicit(at, inverse, curvature, state.adjoint)
+        found, lag = stage.implicit(stage.inner_batches(self.batches), state.adjoint)
         norm = stage.move_v(found.leaves)
         notes = {"inverse": "none" if stage.inverse is None else stage.inverse.name, "residual": found.stats.residual}
         return NHGDSingleState(found.adjoint), StepInfo(found.value, float(loss), norm, lag, notes)

@@ -21,7 +21,9 @@ from nhgd.algorithm.sharing import Level, is_mean_of_parts
 from nhgd.data.batch import Batch, leaves, move
 from nhgd.data.loader import Stream
 from nhgd.errors import InputError, NonFiniteError, positive
-from nhgd.execution.base import AbstractExecutor, Curvature
+from nhgd.execution.base import AbstractExecutor
+from nhgd.hypergradients.base import Hypergradient
+from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse.base import AbstractInverse
 from nhgd.point import OracleCalls, Point
 from nhgd.problem import Bilevel
@@ -166,9 +168,23 @@ class Stage:
             if inverse.records is not None:
                 self._recording = Recorder(self.problem, inverse.records, inverse.fisher, self.calls)
 
-    def curvature(self) -> Curvature:
-        """The inverse to solve with, its state, and how many records that lacks."""
-        return self.executor.curvature()
+    def implicit(
+        self,
+        batches: Sequence[Batch],
+        start: Tensor | None = None,
+        cross: Callable[[Tensor], list[Tensor]] | None = None,
+    ) -> tuple[Hypergradient, int]:
+        """The hypergradient where the inner loop has ended, on these batches and the next outer one; the lag of its curvature.
+
+        All that can be done without the curvature is done before it is waited for. Arguments as of the implicit formula.
+        """
+        self.executor.hurry()
+        at = self.point(batches, self.outer.next())
+        outer = at.outer()
+        if cross is None:
+            at.prepare()
+        inverse, curvature, lag = self.executor.curvature()
+        return implicit(at, inverse, curvature, start, cross, outer), lag
 
     def seed(self) -> int:
         """A fresh seed for a pass that will be replayed."""

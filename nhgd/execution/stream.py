@@ -292,6 +292,10 @@ class Stream(AbstractBeside):
             self._wait(lambda: not self._launched)
             self._ahead = None
 
+    def hurry(self) -> None:
+        """Launch what was gathered."""
+        self._launch()
+
     def drain(self) -> None:
         """Wait until every submitted record is folded in."""
         self._launch()

@@ -15,7 +15,7 @@ from nhgd.errors import InverseWarning
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
 from nhgd.inverse.base import AbstractInverse
 from nhgd.inverse.learning import learn
-from nhgd.point import OracleCalls, Point
+from nhgd.point import OracleCalls, OuterGradient, Point
 from nhgd.problem import Bilevel
 
 
@@ -25,6 +25,7 @@ def implicit(
     state: Any,
     start: Tensor | None = None,
     cross: Callable[[Tensor], list[Tensor]] | None = None,
+    outer: OuterGradient | None = None,
 ) -> Hypergradient:
     """grad Phi(v) = grad_v f - (d2_{theta,v} l)^T x with x = H^{-1} grad_theta f.
 
@@ -32,8 +33,9 @@ def implicit(
         at: the point and its oracles.
         inverse: how x is found, from `state` and perhaps from `start`.
         cross: the transposed cross derivative times x; default: at the point itself.
+        outer: the outer gradient, where it is known already.
     """
-    outer = at.outer()
+    outer = at.outer() if outer is None else outer
     x, stats = inverse.solve(state, outer.theta, at, start)
     if stats.notes.get("negative_curvature"):
         left = "" if stats.residual is None else f" (residual {stats.residual:.2g})"
