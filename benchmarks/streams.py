@@ -237,6 +237,13 @@ def main() -> None:
         ("dense, matrix form, per-sample rows", softmax, FisherDense(), 1024, given.times),
         ("dense, matrix form, per-sample rows, batch 256", softmax, FisherDense(), 256, given.times),
         (
+            "K-FAC, MLP, bases beside the loop, batch 256",
+            mlp,
+            KFAC(invert_every=10, invert_phase=1),
+            256,
+            max(9, given.times // 3),
+        ),
+        (
             "K-FAC, MLP, bases beside the loop",
             mlp,
             KFAC(invert_every=10, invert_phase=1),
