@@ -37,7 +37,7 @@ class Card:
 
         class CardStream:
             def __init__(self, device: Any = GPU, priority: int = 0) -> None:
-                self.device, self.priority = GPU, priority
+                self.device = GPU
 
             def wait_stream(self, other: Any) -> None: ...
 
@@ -291,27 +291,6 @@ def test_a_new_outer_step_is_told_of_even_where_no_record_follows(card):
     assert torch.equal(state.matrix, torch.eye(len(state.matrix), dtype=torch.float64))
     assert (state.observed, lag) == (1, 0)
     executor.close()
-
-
-def test_the_half_that_is_waited_for_has_the_right_of_way(card):
-    executor = Stream()
-    problem, inner, outer = catalogue.mlp_module()
-    solver = nhgd.Solver(problem, [inner], [outer], method=NHGD(LITERAL), inner_steps=3, execution=executor)
-    found = []
-    began = executor.begin
-
-    def begin() -> None:
-        found.append(card.current.priority - executor._side.priority)
-        began()
-
-    executor.begin = begin  # type: ignore[method-assign]
-    for share in (0.0, 0.2, 0.5, 0.2, 0.05, 0.2):  # of the outer step before, spent on waiting
-        executor._taken = 1000.0
-        executor.traffic.waited_seconds += share * executor._taken
-        solver.step()
-    assert [difference > 0 for difference in found] == [False, False, True, True, False, False]
-    assert 0 not in found
-    solver.close()
 
 
 def test_what_was_gathered_is_launched_when_the_inner_loop_ends(card):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeAlias, final
@@ -21,7 +20,6 @@ from nhgd.record import BatchGradient, InnerRecord, tensors
 from nhgd.variable import Variable
 
 TOGETHER = 5  # records, for which one launch is worth the wait of the first
-LONG, SHORT = 0.3, 0.1  # of an outer step: waiting for curvature, from which on it has the right of way, and again not
 
 Gathered: TypeAlias = tuple[InnerRecord, list[Tensor], list[tuple[Tensor, int]]]  # its tensors, and their versions
 
@@ -32,11 +30,11 @@ class Stream(AbstractBeside):
 
     A thread launches on the side stream, because some factorisations make their caller wait. The two streams wait for
     each other by events: the side stream for the inner step that made a record, the inner stream for the last record
-    before a solve. Memory that one stream made and the other reads is kept until both are done with it. The half that an
-    outer step waits for has the right of way: the inner loop, whose many small kernels pass those of the curvature, or, after
-    an outer step that had to wait long for it, the curvature. What an inverse does alike for each record is a CUDA graph,
-    because each kernel that a second thread launches by itself holds the first one up. Where a graph is all of a record's work,
-    the inner loop gathers a few records and launches one graph for them itself, and what that found is looked at later.
+    before a solve. Memory that one stream made and the other reads is kept until both are done with it. The inner loop runs
+    on a stream of high priority, so that its many small kernels pass those of the curvature; and what an inverse does alike
+    for each record is a CUDA graph, because each kernel that a second thread launches by itself holds the first one up. Where
+    a graph is all of a record's work, the inner loop gathers a few records and launches one graph for them itself, and what
+    that found is looked at later.
 
     Args:
         max_lag: how many records may be outstanding before an inner step waits; default 8.
@@ -64,12 +62,9 @@ class Stream(AbstractBeside):
                 f"stream execution needs theta on a CUDA device, and it is on {theta.device}. Use execution='thread'."
             )
         if self._side is None or self._side.device != theta.device:
-            self._side = torch.cuda.Stream(theta.device, priority=-1)
+            self._side = torch.cuda.Stream(theta.device)
             self._replayed = None
-            self._passing = torch.cuda.Stream(theta.device, priority=-2)
-            self._yielding = torch.cuda.Stream(theta.device)
-            self._inner = self._passing
-            self._taken = self._waited = 0.0  # the seconds of the last outer step, and all those of waiting before it
+            self._inner = torch.cuda.Stream(theta.device, priority=-1)
             self._waiting = Stopwatch(theta.device)
             self._busy = Stopwatch(theta.device)
         if self._replayed is not self._inverse:
@@ -113,8 +108,6 @@ class Stream(AbstractBeside):
             yield
             return
         here = torch.cuda.current_stream(self._side.device)
-        self._choose()
-        began = time.perf_counter()
         self._marker.record(here)
         self._inner.wait_event(self._marker)
         device = self._switch(self._inner)
@@ -126,14 +119,6 @@ class Stream(AbstractBeside):
             self._switch(here, device)
             self._marker.record(self._inner)
             here.wait_event(self._marker)
-            self._taken = time.perf_counter() - began
-
-    def _choose(self) -> None:
-        """The stream of the next outer step's inner loop, by how long the last one waited for curvature."""
-        waited = self.traffic.waited_seconds - self._waited
-        self._waited += waited
-        yields = waited > (SHORT if self._inner is self._yielding else LONG) * self._taken
-        self._inner = self._yielding if yields else self._passing
 
     def _current(self) -> torch.cuda.Stream:
         """The stream of the inner loop; torch is asked only outside of `scope`, because it takes long to say."""
