@@ -439,6 +439,98 @@ def test_the_outer_gradient_and_the_graph_of_the_cross_derivative_are_made_while
     solver.close()
 
 
+@pytest.mark.parametrize("execution", ["inline", "thread", "device:cpu"])
+def test_what_the_outer_function_stumbles_over_is_not_told_before_its_cause(execution, monkeypatch):
+    problem, inner, outer = catalogue.mlp_module()
+    before = problem.theta.flat()
+    inverse = FisherDense(form="inverse", update="ema", records="raw")
+    observe, value = FisherDense.observe, problem.outer_value
+
+    def slow(self, *given):
+        time.sleep(0.02)
+        return observe(self, *given)
+
+    def checked(batch):
+        if not bool(torch.isfinite(problem.theta.flat()).all()):
+            raise ValueError("logits of nan, as torch.distributions would say")
+        return value(batch)
+
+    calls = []
+
+    def spoil(theta):
+        calls.append(theta)
+        if len(calls) >= 4:  # once at the start, then after each inner step
+            next(theta.parameters()).fill_(float("nan"))
+
+    solver = nhgd.Solver(
+        problem, [inner], [outer], method=NHGD(inverse), inner_steps=5, execution=execution, project=spoil
+    )
+    monkeypatch.setattr(FisherDense, "observe", slow)
+    problem.outer_value = checked
+    with pytest.raises(nhgd.errors.NonFiniteError, match="holds nan or inf"):
+        solver.step()
+    solver.close()
+    assert torch.equal(problem.theta.flat(), before)
+
+
+def test_an_error_of_the_outer_function_itself_passes_through():
+    problem, inner, outer = catalogue.mlp_module()
+    solver = nhgd.Solver(problem, [inner], [outer], method=NHGD(KFAC()), inner_steps=3, execution="thread")
+
+    def broken(batch):
+        raise KeyError("mine")
+
+    problem.outer_value = broken
+    with pytest.raises(KeyError, match="mine"):
+        solver.step()
+    solver.close()
+
+
+@pytest.mark.parametrize("method", [NHGDSingle(KFAC()), AID(KFAC()), NHGD(KFAC())], ids=["single", "aid", "nhgd"])
+def test_a_loader_that_fills_one_array_again_and_again_is_harmless(method, monkeypatch):
+    _, (x, y, index), _ = catalogue.mlp_module()
+    observe = KFAC.observe
+
+    def slow(self, *given):
+        time.sleep(0.01)
+        return observe(self, *given)
+
+    monkeypatch.setattr(KFAC, "observe", slow)
+
+    class Loader:
+        def __iter__(self):
+            buffer = x.numpy().copy()
+            for step in range(1000):
+                buffer[:] = x.numpy() * (1 + step % 7)
+                yield torch.from_numpy(buffer), y, index
+
+    found = []
+    for execution in ("inline", "thread"):
+        problem, _, outer = catalogue.mlp_module()
+        solver = nhgd.Solver(problem, Loader(), [outer], method=method, inner_steps=3, execution=execution)
+        solver.run(steps=3)
+        solver.close()
+        found.append(problem.v.flat())
+    assert torch.equal(*found)
+
+
+def test_a_graph_is_kept_for_the_cross_derivative_only_where_there_is_a_wait(monkeypatch):
+    prepared, asked = Point.prepare, []
+
+    def prepare(self):
+        asked.append(1)
+        prepared(self)
+
+    for execution, expected in (("inline", []), ("thread", [1])):
+        problem, inner, outer = catalogue.mlp_module()
+        solver = nhgd.Solver(problem, [inner], [outer], method=NHGD(KFAC()), inner_steps=3, execution=execution)
+        monkeypatch.setattr(Point, "prepare", prepare)
+        asked.clear()
+        solver.step()
+        solver.close()
+        assert asked == expected
+
+
 def test_convolutions_and_several_calls_travel():
     def make():
         torch.manual_seed(0)

@@ -14,13 +14,15 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 import nhgd
+from nhgd.execution.elsewhere import RidgePoint, solve_there
 from nhgd.inverse import EKFAC, KFAC
 from nhgd.inverse.ekfac import _carried
 from nhgd.inverse.kronecker import Basis
 from nhgd.inverse.learning import learn
 from nhgd.inverse.statistics import second_moments
+from nhgd.point import Point
 from nhgd.recorder import Recorder
-from tests import oracles
+from tests import catalogue, oracles
 
 BOTH = [KFAC, EKFAC]
 L2 = 0.03
@@ -658,3 +660,17 @@ def test_refuses_bad_settings_of_one_kind() -> None:
         KFAC().with_periods(1.0, 1.0, 1.0)
     with pytest.raises(nhgd.InputError, match="inner_seconds must be above 0"):
         KFAC(overhead=0.1).with_periods(0.0, 1.0, 1.0)
+
+
+def test_a_ridge_of_one_number_is_not_spread_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, batch, _ = catalogue.mlp_module()
+    inverse = KFAC()
+    state = inverse.observe(inverse.init(problem.theta), Recorder(problem, "layer").step(batch).record)  # type: ignore[arg-type]
+    at = Point(problem, [batch])
+    u = torch.randn_like(problem.theta.flat())
+    ridge = problem.ridge_diagonal()
+    spread = solve_there(inverse, state, u, ridge)[0]
+    monkeypatch.setattr(nhgd.Bilevel, "ridge_diagonal", None)
+    monkeypatch.setattr(RidgePoint, "ridge_diagonal", None)
+    assert torch.equal(inverse.solve(state, u, at)[0], spread)
+    assert torch.equal(solve_there(inverse, state, u, ridge[0])[0], spread)

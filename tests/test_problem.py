@@ -317,3 +317,20 @@ def test_a_compiled_module_is_known_by_its_own_names() -> None:
     )
     assert made.theta.names == ("weight", "bias")
     assert made.theta.leaves[0] is net.weight
+
+
+def test_the_ridge_as_one_number_is_what_stands_in_its_diagonal() -> None:
+    def made(theta: Any, l2: Any) -> nhgd.Bilevel:
+        def inner(theta: Any, v: Tensor, batch: Any) -> Tensor:
+            total = theta if isinstance(theta, Tensor) else theta["a"].sum() + theta["b"].sum()
+            return (total.sum() - v.sum()).square().reshape(1)
+
+        return nhgd.Bilevel(inner, lambda theta, v, batch: inner(theta, v, batch).sum(), theta, torch.ones(2), l2=l2)
+
+    for dtype in (torch.float32, torch.float64):
+        for l2 in (0, 0.1, 3):
+            problem = made(torch.zeros(3, dtype=dtype), l2)
+            assert problem.ridge_diagonal().tolist() == [problem.ridge_number()] * 3
+    assert made(torch.zeros(3), lambda v: v.exp().sum()).ridge_number() is None
+    mixed = made({"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.float64)}, 0.1)
+    assert mixed.ridge_number() is None

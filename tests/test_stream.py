@@ -17,6 +17,7 @@ from nhgd.algorithm import NHGD
 from nhgd.errors import NonFiniteError, RunError
 from nhgd.execution import Inline, Stream
 from nhgd.execution import replay as replays
+from nhgd.execution.stopwatch import Stopwatch
 from nhgd.inverse import KFAC, FisherDense
 from nhgd.record import BatchGradient, mapped, tensors
 from nhgd.recorder import Recorder
@@ -94,7 +95,9 @@ def card(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, found)
     prepare = Stream._prepare
-    monkeypatch.setattr(Stream, "_prepare", lambda self, theta: prepare(self, SimpleNamespace(device=GPU)))  # type: ignore[arg-type]
+    monkeypatch.setattr(
+        Stream, "_prepare", lambda self, theta: prepare(self, SimpleNamespace(device=GPU, sizes=theta.sizes))
+    )  # type: ignore[arg-type]
     monkeypatch.setattr(Stream, "_received", lambda self, record: record)
     monkeypatch.setattr(Stream, "_there", Stream._on_side)
 
@@ -302,3 +305,112 @@ def test_what_was_gathered_is_launched_when_the_inner_loop_ends(card):
     executor.hurry()
     assert [launched.records for launched in executor._launched] == [5, 2]
     executor.close()
+
+
+@pytest.mark.parametrize("inner_steps", [5, 7])
+def test_all_is_launched_when_the_outer_gradient_is_taken(card, inner_steps):
+    problem, inner, outer = catalogue.mlp_module()
+    executor = Stream()
+    solver = nhgd.Solver(problem, [inner], [outer], method=NHGD(LITERAL), inner_steps=inner_steps, execution=executor)
+    value, seen = problem.outer_value, []
+
+    def noted(batch: Any) -> Any:
+        seen.append((len(executor._gathered), sum(launched.records for launched in executor._launched)))
+        return value(batch)
+
+    problem.outer_value = noted  # type: ignore[method-assign]
+    solver.step()
+    assert seen == [(0, inner_steps)]
+    solver.close()
+
+
+def test_fresh_curvature_at_each_outer_step(card):
+    inverse = FisherDense(form="inverse", update="ema", beta=0.8, records="raw", warm="accumulate")
+    found = []
+    for execution in ("inline", Stream(max_lag=2)):
+        problem, inner, outer = catalogue.mlp_module()
+        method = NHGD(inverse, curvature="fresh")
+        solver = nhgd.Solver(problem, [inner], [outer], method=method, inner_steps=7, inner_lr=0.1, execution=execution)
+        solver.run(steps=6)
+        solver.close()
+        found.append(problem.v.flat())
+    assert torch.equal(*found)
+
+
+class Sized:
+    """An inverse whose numbers to look at are as many as theta has, and which counts what it was told."""
+
+    def __init__(self) -> None:
+        self.inside: Any = LITERAL
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inside, name)
+
+    def steady(self, state: Any, record: Any) -> Any:
+        found = self.inside.steady(state, record)
+        return found._replace(
+            work=lambda given: torch.cat([found.work(given), given.raw]),
+            late=lambda state, numbers: found.late(state, numbers[:4]),
+        )
+
+
+def test_another_theta_or_inverse_has_a_log_of_its_own(card):
+    executor, inverse = Stream(), Sized()
+    _, record = loaded(executor, inverse)
+    executor.submit(record())
+    assert executor.keep().observed == 1
+    problem, batch, _ = catalogue.ridge_scalar()
+    assert problem.theta.numel != len(executor.keep().matrix)
+    executor.start(inverse, problem.theta)  # type: ignore[arg-type]
+    recorder = Recorder(problem, "raw")
+    executor.submit(recorder.step(batch).record)  # type: ignore[arg-type]
+    assert executor.keep().observed == 1
+    executor.start(LITERAL, problem.theta)
+    assert executor._log is None
+    executor.close()
+
+
+def test_the_log_has_an_end_whatever_max_lag(card):
+    card.held = True
+    executor = Stream(max_lag=10**6)
+    _, record = loaded(executor, FisherDense(form="inverse", update="average", records="raw"))
+    one = record()
+    for _ in range(5 * 80):
+        executor.submit(one)
+    assert executor._log is not None
+    assert len(executor._log) == 64
+    assert len(executor._launched) < 64
+    assert executor.keep().observed == 400
+    executor.close()
+
+
+def test_graphs_are_told_apart_by_all_that_they_were_made_for():
+    steady = LITERAL.steady(LITERAL.init(catalogue.mlp_module()[0].theta), BatchGradient(None, torch.zeros(3), 4))
+    assert steady is not None
+
+    def key(record: BatchGradient, joined: Any = len, work: Any = steady) -> Any:
+        return replays._key([work], [record], [list(tensors(record))], joined)
+
+    base = BatchGradient(None, torch.zeros(4), 4)
+    others = [
+        key(BatchGradient(None, torch.zeros(5), 4)),
+        key(BatchGradient(None, torch.zeros(4), 5)),
+        key(BatchGradient(None, torch.zeros(4, dtype=torch.float64), 4)),
+        key(BatchGradient(None, torch.zeros(8)[::2], 4)),
+        key(base, joined=print),
+        key(base, work=steady._replace(key=1)),
+    ]
+    assert key(base) == key(BatchGradient(None, torch.ones(4), 4))
+    assert len({key(base), *others}) == 7
+
+
+def test_a_stopwatch_uses_beginnings_again_and_never_an_end_that_others_may_hold(card):
+    watch = Stopwatch(GPU)
+    stream = card.Stream()
+    first = watch.begin(stream)
+    last = watch.end(first, stream)
+    assert watch.begin(stream) is not first  # not read yet
+    assert watch.take() > 0
+    again = [watch.begin(stream) for _ in range(3)]
+    assert again[0] is first
+    assert last not in again

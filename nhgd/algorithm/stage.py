@@ -18,9 +18,9 @@ from torch.optim import LBFGS, SGD, Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
 from nhgd.algorithm.sharing import Level, is_mean_of_parts
-from nhgd.data.batch import Batch, leaves, move
-from nhgd.data.loader import Stream
-from nhgd.errors import InputError, NonFiniteError, positive
+from nhgd.data.batch import Batch, leaves, move, transform
+from nhgd.data.loader import Data, Stream
+from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError, positive
 from nhgd.execution.base import AbstractExecutor
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import implicit
@@ -155,6 +155,8 @@ class Stage:
         self.team = executor.team
         self.division: dict[Level, str] = {}  # what the team found out about each level: "divided" or "replicated"
         self.team.begin_alike(self.replicas())
+        # A loader of the user's own may fill one buffer again and again, while records of the steps before still share it.
+        self._refills = executor.beside and not isinstance(inner_data, (Data, list, tuple))
         self.recent: deque[Batch] = deque(maxlen=RECENT)  # this outer step's last inner batches, for diagnosis
         self._plain = Recorder(problem, calls=self.calls)
         self.use(inverse)
@@ -178,12 +180,23 @@ class Stage:
 
         All that can be done without the curvature is done before it is waited for. Arguments as of the implicit formula.
         """
-        self.executor.hurry()
+        executor = self.executor
+        executor.hurry()
         at = self.point(batches, self.outer.next())
-        outer = at.outer()
-        if cross is None:
-            at.prepare()
-        inverse, curvature, lag = self.executor.curvature()
+        try:
+            outer = at.outer()
+            if cross is None and executor.beside:  # else the graph would only take memory
+                at.prepare()
+        except NhgdError:
+            raise
+        except Exception as error:
+            # The user's function may stumble over a theta that the curvature of an earlier record already speaks of.
+            own = RunError(str(error))
+            found = executor.explained(own)
+            if found is own:
+                raise
+            raise found from error
+        inverse, curvature, lag = executor.curvature()
         return implicit(at, inverse, curvature, start, cross, outer), lag
 
     def seed(self) -> int:
@@ -233,6 +246,8 @@ class Stage:
     def inner_batch(self) -> Batch:
         """The next inner batch."""
         batch = self.inner.next()
+        if self._refills:
+            batch = transform(batch, _own)
         self.recent.append(batch)
         return batch
 
@@ -401,6 +416,11 @@ class Stage:
             self.check_alike()  # often at first, before time is spent on a run that will be refused at its end
         if self.inverse is not None:
             self.executor.begin()
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of one in the memory of NumPy or of another process: a change there leaves no trace."""
+    return tensor.clone() if tensor.device.type == "cpu" and not tensor.untyped_storage().resizable() else tensor
 
 
 def _apply(rule: Callable[[Any], Any], given: Any) -> None:

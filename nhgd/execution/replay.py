@@ -54,7 +54,7 @@ class Replay:
         """
         given = [list(tensors(record)) for record in records] if given is None else given
         flat = [tensor for some in given for tensor in some]
-        key = _key(steadies, records, given)
+        key = _key(steadies, records, given, joined)
         found = self._graphs.get(key)
         if found is None:
             self._met[key] += 1
@@ -74,7 +74,7 @@ class Replay:
         """Capture the work on such records, if it is due for them. Nothing is done with the record."""
         self.due = False
         given = list(tensors(record))
-        key = _key([steady], [record], [given])
+        key = _key([steady], [record], [given], joined)
         if key not in self._graphs and self._worth_it(key, given):
             self._capture(key, [steady], [record], joined)
 
@@ -109,11 +109,13 @@ class Replay:
         return made
 
 
-def _key(steadies: Sequence[Steady], records: Sequence[InnerRecord], given: list[list[Tensor]]) -> Hashable:
+def _key(
+    steadies: Sequence[Steady], records: Sequence[InnerRecord], given: list[list[Tensor]], joined: Hashable
+) -> Hashable:
     """What a graph can be used again for; made for each record, so made quickly."""
     works = [steady.key for steady in steadies]
     forms = [(type(r), r.samples, _names(r), len(some)) for r, some in zip(records, given, strict=True)]
-    return (*works, *forms, *[(t.shape, t.dtype, t.stride()) for some in given for t in some])
+    return (joined, *works, *forms, *[(t.shape, t.dtype, t.stride()) for some in given for t in some])
 
 
 def _names(record: InnerRecord) -> Hashable:

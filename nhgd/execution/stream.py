@@ -20,6 +20,7 @@ from nhgd.record import BatchGradient, InnerRecord, tensors
 from nhgd.variable import Variable
 
 TOGETHER = 5  # records, for which one launch is worth the wait of the first
+PLACES = 64  # launches, of which the oldest is looked at at the latest when this many are not
 
 Gathered: TypeAlias = tuple[InnerRecord, list[Tensor], list[tuple[Tensor, int]]]  # its tensors, and their versions
 
@@ -46,7 +47,7 @@ class Stream(AbstractBeside):
 
     name: ClassVar[str] = "stream"
     _side: torch.cuda.Stream | None = None
-    _replayed: AbstractInverse | None = None  # whose graphs there are
+    _replayed: tuple[AbstractInverse, Any] | None = None  # whose graphs there are, for a theta of which sizes
     _within = False  # whether an outer step is being taken, on the inner stream
     _ahead: Any = None  # the state after what was launched from here, but for numbers that are not known yet
     _log: Tensor | None = None  # of those numbers, on the device: a place for each launch, and then the first again
@@ -67,8 +68,8 @@ class Stream(AbstractBeside):
             self._inner = torch.cuda.Stream(theta.device, priority=-1)
             self._waiting = Stopwatch(theta.device)
             self._busy = Stopwatch(theta.device)
-        if self._replayed is not self._inverse:
-            self._replay, self._replayed, self._log = Replay(), self._inverse, None
+        if self._replayed is None or self._replayed[0] is not self._inverse or self._replayed[1] != theta.sizes:
+            self._replay, self._replayed, self._log = Replay(), (self._inverse, theta.sizes), None
         elif self._log is not None:
             self._place.zero_()
         self._side.wait_stream(torch.cuda.current_stream(theta.device))  # the first state is made on the inner stream
@@ -214,7 +215,7 @@ class Stream(AbstractBeside):
             return
         side, inner = self._side, self._current()
         assert side is not None
-        while len(self._launched) > self.max_lag:
+        while len(self._launched) > min(self.max_lag, PLACES - 2):
             self._settle()  # done long ago: no more than `max_lag` records are not
         gathered, self._gathered = self._gathered, []
         began = self._on(side, inner)
@@ -257,7 +258,7 @@ class Stream(AbstractBeside):
         numbers = torch.stack(found)
         if self._log is None:
             # More places than there can be launches not looked at, so that none is written to before.
-            self._log = numbers.new_zeros(self.max_lag + 2, TOGETHER, *numbers.shape[1:])
+            self._log = numbers.new_zeros(min(self.max_lag + 2, PLACES), TOGETHER, *numbers.shape[1:])
             self._place = torch.zeros(1, dtype=torch.int64, device=numbers.device)
             self._shown = torch.zeros_like(self._log, device="cpu", pin_memory=self._log.is_cuda)
         self._log[:, : len(found)].index_copy_(0, self._place, numbers[None])
