@@ -60,14 +60,14 @@ def made(device, width=24, dropout=0.0):
     return problem, nhgd.Data(x.to(device), y.to(device), batch=32), [(a.to(device), b.to(device))]
 
 
-def solved(execution, method, device="cuda", steps=6):
+def solved(execution, method, device="cuda", steps=6, inner_steps=5):
     problem, inner, outer = made(device)
     solver = nhgd.Solver(
         problem,
         inner,
         outer,
         method=method,
-        inner_steps=5,
+        inner_steps=inner_steps,
         inner_optimizer=lambda leaves: torch.optim.SGD(leaves, 0.1, momentum=0.9, nesterov=True),
         outer_lr=0.5,
         execution=execution,
@@ -104,6 +104,20 @@ def test_other_algorithms_too(method, backend):
     v2, theta2, _ = solved(BESIDE[backend](), method)
     close(v2, v)
     close(theta2, theta)
+
+
+@pytest.mark.parametrize("inner_steps", [3, 12])
+@pytest.mark.parametrize("max_lag", [1, 8])
+@pytest.mark.parametrize("curvature", ["carried", "fresh"])
+def test_records_launched_by_the_inner_loop_over_many_outer_steps(curvature, max_lag, inner_steps):
+    """Graphs of several sizes, places of the log used again, and a state made anew at each outer step."""
+    inverse = FisherDense(form="inverse", update="average", records="raw", warm="prior")
+    method = NHGD(inverse, curvature=curvature)
+    v, theta, _ = solved("inline", method, steps=15, inner_steps=inner_steps)
+    v2, theta2, solution = solved(Stream(max_lag=max_lag), method, steps=15, inner_steps=inner_steps)
+    close(v2, v)
+    close(theta2, theta)
+    assert solution.stats["execution"]["records"] == 15 * inner_steps
 
 
 @pytest.mark.parametrize("name", INVERSES)
