@@ -111,7 +111,7 @@ def test_other_algorithms_too(method, backend):
 @pytest.mark.parametrize("curvature", ["carried", "fresh"])
 def test_records_launched_by_the_inner_loop_over_many_outer_steps(curvature, max_lag, inner_steps):
     """Graphs of several sizes, places of the log used again, and a state made anew at each outer step."""
-    inverse = FisherDense(form="inverse", update="average", records="raw", warm="prior")
+    inverse = FisherDense(form="inverse", update="ema", beta=0.8, records="raw", warm="reset")
     method = NHGD(inverse, curvature=curvature)
     v, theta, _ = solved("inline", method, steps=15, inner_steps=inner_steps)
     v2, theta2, solution = solved(Stream(max_lag=max_lag), method, steps=15, inner_steps=inner_steps)
