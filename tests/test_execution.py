@@ -521,14 +521,14 @@ def test_a_graph_is_kept_for_the_cross_derivative_only_where_there_is_a_wait(mon
         asked.append(1)
         prepared(self)
 
-    for execution, expected in (("inline", []), ("thread", [1])):
+    for execution in ("inline", Thread(max_lag=0)):  # with a wait: see above
         problem, inner, outer = catalogue.mlp_module()
         solver = nhgd.Solver(problem, [inner], [outer], method=NHGD(KFAC()), inner_steps=3, execution=execution)
         monkeypatch.setattr(Point, "prepare", prepare)
         asked.clear()
         solver.step()
         solver.close()
-        assert asked == expected
+        assert not asked
 
 
 def test_convolutions_and_several_calls_travel():

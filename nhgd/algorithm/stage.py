@@ -181,11 +181,11 @@ class Stage:
         All that can be done without the curvature is done before it is waited for. Arguments as of the implicit formula.
         """
         executor = self.executor
-        executor.hurry()
+        waiting = executor.hurry()
         at = self.point(batches, self.outer.next())
         try:
             outer = at.outer()
-            if cross is None and executor.beside:  # else the graph would only take memory
+            if cross is None and waiting:  # else the graph would only take memory
                 at.prepare()
         except NhgdError:
             raise

@@ -179,8 +179,9 @@ class AbstractExecutor(ABC):
         state, lag = self.snapshot()
         return Curvature(self.solving, state, lag)
 
-    def hurry(self) -> None:  # noqa: B027
-        """The inner loop has ended, and what it handed over will soon be asked for."""
+    def hurry(self) -> bool:
+        """The inner loop has ended, and what it handed over will soon be asked for; whether that will be waited for."""
+        return False
 
     def settle(self) -> None:  # noqa: B027
         """Before v moves: raise what the curvature that was solved with had to be refused for, where that is known only now."""

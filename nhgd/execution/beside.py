@@ -163,6 +163,10 @@ class AbstractBeside(AbstractExecutor):
             found += launched.records
         return found
 
+    def hurry(self) -> bool:
+        """Whether the thread has still something to do."""
+        return self._unfinished > 0
+
     def settle(self) -> None:
         """Look at what the device has found by now; nothing is waited for."""
         while self._launched and self._launched[0].done.query():

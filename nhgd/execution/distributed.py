@@ -284,6 +284,10 @@ class Distributed(AbstractExecutor):
         found = self._request(Word.MARK, overtake=True)
         return True, self.traffic.records - min(message.text["records"] for message in found)
 
+    def hurry(self) -> bool:
+        """Whether other processes keep the curvature."""
+        return self._local is None or self._local.hurry()
+
     def curvature(self) -> Curvature:
         """What an outer step solves with. Without `stale` the solve itself waits for the records: one answer, not two."""
         if self._local is not None:

@@ -278,9 +278,10 @@ class Stream(AbstractBeside):
             self._wait(lambda: not self._launched)
             self._ahead = None
 
-    def hurry(self) -> None:
-        """Launch what was gathered."""
+    def hurry(self) -> bool:
+        """Launch what was gathered; the host does not wait for what was launched from here."""
         self._launch()
+        return super().hurry()
 
     def drain(self) -> None:
         """Wait until every submitted record is folded in."""
