@@ -5,6 +5,7 @@ Starting a process and importing torch takes seconds, so a test file asks many q
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -19,8 +20,17 @@ LIMIT = 300.0  # a busy machine with two cores takes a minute
 
 
 def _work(
-    function: Callable[..., Any], rank: int, size: int, meeting: str, answer: Connection, args: tuple[Any, ...]
+    function: Callable[..., Any],
+    rank: int,
+    size: int,
+    meeting: str,
+    answer: Connection,
+    limit: float,
+    args: tuple[Any, ...],
 ) -> None:
+    # Where it stands just before it is killed.
+    trace = Path(f"{meeting} {rank}").open("w")  # noqa: SIM115
+    faulthandler.dump_traceback_later(max(1.0, limit - 5.0), file=trace)
     import torch
     import torch.distributed as dist
 
@@ -33,6 +43,10 @@ def _work(
     answer.close()
     # Without waiting for peers that may be gone: what is to be known was sent.
     os._exit(0)
+
+
+def _read(trace: Path) -> str:
+    return trace.read_text() if trace.exists() else "it did not come so far"
 
 
 def _context() -> Any:
@@ -62,7 +76,7 @@ def together(
             processes = [
                 context.Process(
                     target=_work,
-                    args=(function, rank, size, str(Path(folder) / "meeting"), pairs[rank][1], args),
+                    args=(function, rank, size, str(Path(folder) / "meeting"), pairs[rank][1], limit, args),
                     daemon=True,
                 )
                 for rank in range(size)
@@ -83,7 +97,8 @@ def together(
             while waiting:
                 ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
                 if not ready:
-                    failures.append(f"ranks {sorted(waiting.values())} gave no answer in time")
+                    traces = [f"rank {rank}: {_read(Path(folder) / f'meeting {rank}')}" for rank in range(size)]
+                    failures.append("\n".join([f"ranks {sorted(waiting.values())} gave no answer in time", *traces]))
                     break
                 for connection in ready:
                     assert isinstance(connection, Connection)
