@@ -18,7 +18,7 @@ from nhgd.algorithm import resolve as resolve_algorithm
 from nhgd.algorithm.stage import OptimizerFactory, Projection
 from nhgd.checkpoint import Keeper, Saved, last_kept
 from nhgd.data.batch import Batch, first_bad
-from nhgd.errors import InputError, NhgdError, NonFiniteError
+from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError
 from nhgd.execution import AbstractExecutor
 from nhgd.execution.base import Report
 from nhgd.problem import Bilevel
@@ -167,14 +167,21 @@ class Solver:
         self.seconds = 0.0
         self._randomness = Randomness(seed, problem.theta.device)
         with self._in_company(), self._randomness.scope():
-            self.stage = Stage(problem, inner_data, outer_data, settings, self.executor, self.algorithm.online)
-            # The first batches are looked at before anything moves, then drawn again by the run itself.
-            for stream in (self.stage.inner, self.stage.outer):
-                stream.remember = checkpoint is not None
-            problem.validate(self.stage.inner.peek(), self.stage.outer.peek())
-            self.stage.project_theta()
-            self.stage.project_v()
-            self._state = self.algorithm.init(self.stage)
+            try:
+                self.stage = Stage(problem, inner_data, outer_data, settings, self.executor, self.algorithm.online)
+                # The first batches are looked at before anything moves, then drawn again by the run itself.
+                for stream in (self.stage.inner, self.stage.outer):
+                    stream.remember = checkpoint is not None
+                problem.validate(self.stage.inner.peek(), self.stage.outer.peek())
+                self.stage.project_theta()
+                self.stage.project_v()
+                self._state = self.algorithm.init(self.stage)
+            except RunError as error:
+                # A worker that has lost another may hear why only now.
+                found = self.executor.explained(error)
+                if found is error:
+                    raise
+                raise found from error
         self._unfinished = False  # whether steps were taken that other processes were not told the end of
         self._run: Run | None = None
         self._broken_off: Run | None = None

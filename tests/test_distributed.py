@@ -292,6 +292,8 @@ def in_four(rank: int, size: int, folder: str) -> Answers:
     dist.barrier()
     found["too many"] = said(lambda: solved(Distributed(curvature_ranks=3), NHGD(KFAC())))
     dist.barrier()
+    found["one fails at once"] = said(lambda: solved(Distributed(), StumblingAtOnce(rank)))
+    dist.barrier()
     found["one fails"] = said(lambda: solved(Distributed(), Stumbling(rank)))
     return found
 
@@ -325,6 +327,18 @@ class Stumbling(AbstractAlgorithm):
         if self.rank == 1:
             raise InputError("My shoes are untied. Tie them.")
         return None, StepInfo(0.0, float(stage.inner_step()), 0.0)
+
+
+@dataclass(frozen=True)
+class StumblingAtOnce(Stumbling):
+    """A method that fails in one of the inner ranks while the solver is made, and elsewhere waits for it."""
+
+    name: ClassVar[str] = "stumbling at once"
+
+    def init(self, stage: Stage) -> None:
+        if self.rank == 1:
+            raise InputError("My shoes are untied. Tie them.")
+        stage.check_alike()
 
 
 @dataclass(frozen=True)
@@ -532,8 +546,9 @@ def test_divided_layers_agree_on_the_damping_and_on_parameters_outside(name, met
         same(found[name], expected, exactly=False)
 
 
-def test_an_error_in_one_inner_rank_ends_all():
-    kinds = [found["one fails"] for found in answers(4)]
+@pytest.mark.parametrize("when", ["one fails", "one fails at once"])
+def test_an_error_in_one_inner_rank_ends_all(when):
+    kinds = [found[when] for found in answers(4)]
     assert kinds[1] == ("InputError", "My shoes are untied. Tie them.")
     for rank in (0, 2, 3):
         assert kinds[rank] == ("RunError", "Rank 1 (inner) stopped: My shoes are untied. Tie them.")

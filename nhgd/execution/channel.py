@@ -314,10 +314,15 @@ class Channel:
 
 def interrupt(group: Any, rank: int) -> threading.Thread | None:
     """Break every wait in a gloo group of which this is the member `rank`, by one that times out."""
-    if group.size() < 2:
-        return None
-    wait = timedelta(milliseconds=1)
-    return _aside(lambda: group.recv([torch.empty(1)], (rank + 1) % group.size(), 99).wait(wait))
+    others = [other for other in range(group.size()) if other != rank]
+
+    def work() -> None:
+        for other in others:
+            # A connection that is closed already refuses at once, and breaks no wait for the others.
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], other, 99).wait(timedelta(milliseconds=1))
+
+    return _aside(work) if others else None
 
 
 def abort(group: Any) -> threading.Thread:
