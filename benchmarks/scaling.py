@@ -418,6 +418,22 @@ def streams_table(result: dict[str, Any]) -> str:
     return markdown(head, rows)
 
 
+def repeats_table(runs: Sequence[dict[str, Any]]) -> str:
+    """The cases that every run has, a column for each run: the ratio, and the quartiles of single rounds."""
+    by_case = [{row["case"]: row for row in run["rows"] if "ratio" in row} for run in runs]
+    head = ["case", "batch", "rounds", *(f"run {k}" for k in range(1, len(runs) + 1))]
+    rows = []
+    for case, first in by_case[0].items():
+        found = [rows_of[case] for rows_of in by_case if case in rows_of]
+        if len(found) == len(runs):
+            ratios = [
+                f"{row['ratio']:.2f} ({' to '.join(f'{q:.2f}' for q in row['ratio_quartiles'])})" for row in found
+            ]
+            name = case.removesuffix(f", batch {first['batch']}")
+            rows.append([name, f"{first['batch']:,}", str(first["rounds"]), *ratios])
+    return markdown(head, rows)
+
+
 def measured_tables(results: Path) -> dict[str, str]:
     """Those that only show what was measured, where it was."""
     found = {}
@@ -427,6 +443,9 @@ def measured_tables(results: Path) -> dict[str, str]:
     ):
         if (results / name).exists():
             found[mark] = table(json.loads((results / name).read_text(encoding="utf-8")))
+    runs = [results / "streams-h200.json", *sorted(results.glob("streams-h200-run*.json"))]
+    if len(runs) > 1 and runs[0].exists():
+        found["stream-runs"] = repeats_table([json.loads(path.read_text(encoding="utf-8")) for path in runs])
     return found
 
 
