@@ -461,6 +461,10 @@ def tables(machines: Sequence[Machine]) -> dict[str, str]:
     return found
 
 
+def all_tables(results: Path) -> dict[str, str]:
+    return tables(read_machines(results)) | measured_tables(results)
+
+
 def read_machines(results: Path) -> list[Machine]:
     """What was measured: the CPU, and the H200 where its file is there."""
     rows = json.loads((results / "submit-beside-cpu.json").read_text(encoding="utf-8"))["rows"]
@@ -534,7 +538,7 @@ def main() -> None:
         given.measure.write_text(json.dumps(result, indent=2) + "\n")
         print(json.dumps(result["rates"], indent=2))
         return
-    found = tables(read_machines(given.results)) | measured_tables(given.results)
+    found = all_tables(given.results)
     for mark, table in found.items():
         print(f"{mark}\n\n{table}\n")
     if given.write:

@@ -98,10 +98,11 @@ def fill(page: Path, tables: Mapping[str, str]) -> None:
     page.write_text(text, encoding="utf-8")
 
 
-def main() -> None:
+def pages() -> dict[str, dict[str, str]]:
+    """The tables of each page by their marks, from the committed results; scaling.py makes the others of docs/parallel.md."""
     cleaning = read("cleaning-inverses-h200.json")
     presets, cleanlab = read("cleaning-mnist-cpu.json"), read("cleaning-vs-cleanlab-cpu.json")
-    pages = {
+    return {
         "docs/choosing.md": {"errors": errors(cleaning), "cost": cost(cleaning)},
         "docs/cleaning.md": {
             "presets": "\n".join(cleaning_presets.table(presets["runs"])),
@@ -111,7 +112,10 @@ def main() -> None:
         "docs/parallel.md": {"faults": faults(read("faults-cpu.json"))},
         "docs/distillation.md": {"distillation": distillation(read("distillation-cpu.json"))},
     }
-    for name, tables in pages.items():
+
+
+def main() -> None:
+    for name, tables in pages().items():
         fill(ROOT / name, tables)
 
 

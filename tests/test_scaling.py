@@ -1,4 +1,5 @@
-"""The scaling model of docs/parallel.md: its bytes against those sent, its division against the library's, its limits."""
+"""The scaling model of docs/parallel.md: its bytes against those sent, its division against the library's, its limits; and
+the tables of the pages against the results they come from."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import nhgd
 from benchmarks import scaling
+from benchmarks.tables import pages
 from nhgd.algorithm import NHGD
 from nhgd.execution import Device
 from nhgd.execution.division import Division
@@ -129,3 +131,31 @@ def test_all_tables_can_be_made(tmp_path):
         lines = table.splitlines()
         assert len({line.count("|") for line in lines}) == 1
         assert len(lines) >= 3
+
+
+def test_runs_of_one_measurement_stand_side_by_side_where_all_have_the_case():
+    def row(case, batch, ratio):
+        return {
+            "case": case,
+            "batch": batch,
+            "rounds": 7,
+            "ratio": ratio,
+            "ratio_quartiles": [ratio - 0.1, ratio + 0.1],
+        }
+
+    first = {"rows": [row("a, batch 64", 64, 1.2), row("b", 1024, 1.3), {"case": "c", "error": "..."}]}
+    second = {"rows": [row("c", 8, 2.0), row("a, batch 64", 64, 1.5)]}
+    head, _, *rows = scaling.repeats_table([first, second]).splitlines()
+    assert head == "| case | batch | rounds | run 1 | run 2 |"
+    assert rows == ["| a | 64 | 7 | 1.20 (1.10 to 1.30) | 1.50 (1.40 to 1.60) |"]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [*pages().items(), ("docs/parallel.md", scaling.all_tables(scaling.ROOT / "benchmarks/results"))],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_pages_show_the_tables_of_the_committed_results(name, found):
+    page = (scaling.ROOT / name).read_text(encoding="utf-8")
+    for mark, table in found.items():
+        assert f"<!-- table: {mark} -->\n\n{table}\n" in page, mark
