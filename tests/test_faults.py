@@ -46,6 +46,15 @@ def test_a_paused_inner_rank_is_noticed_in_time_and_nobody_is_left(tmp_path):
     assert "The last good checkpoint is" in row["sentence"]
 
 
+@pytest.fixture
+def minding_ctrl_c():
+    """What a shell runs in the background ignores Ctrl-C, and so would all that is started from here."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("minding_ctrl_c")
 def test_ctrl_c_ends_all_ranks(tmp_path):
     trial = Trial(tmp_path, [f"timeout={TIMEOUT}"], task=QUADRATIC)
     trial.wait_for(2, running=False)
