@@ -240,6 +240,8 @@ def test_small_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         for where in (at, Point(ridged, [batches[0]])):
             whole = inverse.solve(learn(inverse, problem, batches), u, where)[0]
             monkeypatch.setattr(gram, "PIECE", 20)
+            monkeypatch.setattr(fisher_window, "NUMBERS_AT_A_TIME", 20)
+            monkeypatch.setattr(fisher_window, "ROWS_AT_A_TIME", 2)
             assert error(inverse.solve(learn(inverse, problem, batches), u, where)[0], whole) < 1e-12
             monkeypatch.undo()
 
@@ -396,12 +398,12 @@ def test_a_step_multiplies_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gram.Rows, "gram", spied)
     inverse = FisherWindow(window=8, records="sample")
     state = taught(inverse, [normal(3, D, seed=i) for i in range(4)])
-    assert seen == [(3, 3), (3, 6), (3, 8), (3, 8)]
+    assert seen == [(3, 3), (3, 6), (2, 8), (1, 8), (3, 8)]  # the third goes round the end of the ring
     for l2 in (0.1, lambda v: v.sum()):
         inverse.solve(state, normal(D), point(l2=l2))
-    assert len(seen) == 4  # a constant ridge needs no new product, whatever its value
+    assert len(seen) == 5  # a constant ridge needs no new product, whatever its value
     inverse.solve(state, normal(D), point(l2=lambda v: v))
-    assert seen[4:] == [(8, 8)]
+    assert seen[5:] == [(8, 8)]
 
 
 def test_no_array_of_the_state_is_as_large_as_d_by_d() -> None:

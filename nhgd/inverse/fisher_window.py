@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from math import isfinite
 from typing import Any, ClassVar, Literal, final
 
@@ -22,6 +23,10 @@ from nhgd.team import Team
 from nhgd.variable import Variable
 
 MANY_ROWS = 20_000
+# New rows of the Gram matrix are made some at a time, so that a processor uses the same memory again and again in place of
+# asking the system for more: this many numbers, and no fewer rows than make a product worth its beginning.
+NUMBERS_AT_A_TIME = 2**20
+ROWS_AT_A_TIME = 512
 
 
 @dataclass
@@ -178,30 +183,53 @@ class FisherWindow(AbstractInverse):
         assert state.gram is not None
         assert state.stamps is not None
         assert state.shares is not None
-        device, roots = state.gram.device, news.roots
         kept = min(news.samples, self.window)
-        slots = (state.position + torch.arange(kept, device=device)) % self.window
+        new = list(self._runs(state.position, kept))
         for stored, tensor in _pairs(state, news):
-            stored[slots] = tensor[-kept:].to(stored)
-        state.stamps[slots] = state.observed
-        state.shares[slots] = 1 / kept
+            for places, samples in new:
+                stored[places] = tensor[-kept:][samples]
+        for places, _ in new:
+            state.stamps[places] = state.observed
+            state.shares[places] = 1 / kept
         filled = min(self.window, state.filled + kept)
-        present = slice(0, filled)
-        fresh = self._fresh_gram(state, slots, present, roots, team)
-        gram = state.gram.view(self.window, roots, self.window, roots)
-        gram[slots, :, present] = fresh
-        gram[present, :, slots] = fresh.permute(2, 3, 0, 1)
         position = (state.position + kept) % self.window
+        old = list(self._runs(position if filled == self.window else 0, filled - kept))
+        gram = state.gram.view(self.window, news.roots, self.window, news.roots)
+        for places, found in self._products(state, new, slice(0, filled), news.roots, team):
+            gram[places, :, :filled] = found
+            for others, _ in old:
+                gram[others, :, places] = found[:, :, others].permute(2, 3, 0, 1)
         return replace(state, observed=state.observed + 1, position=position, filled=filled)
 
-    def _fresh_gram(self, state: WindowState, slots: Tensor, present: slice, roots: int, team: Team | None) -> Tensor:
-        """Products of the new samples with all, (n, K, m, K); every worker of a team does some of the new ones."""
-        parts = [len(slots)] if team is None else team.parts(len(slots))
-        mine = slots if team is None else slots[team.place(parts)]
-        found = torch.zeros(len(mine), roots, present.stop, roots, dtype=torch.float64, device=slots.device)
-        for block in state.blocks() if len(mine) else ():
-            found += block.take(mine).gram(block.take(present))
-        return found if team is None else team.gather([found], parts)[0]
+    def _runs(self, first: int, count: int) -> Iterator[tuple[slice, slice]]:
+        """Where `count` samples from place `first` on lie in the ring, which may go round, and which of them these are."""
+        before_end = min(count, self.window - first)
+        for start, samples in ((first, slice(0, before_end)), (0, slice(before_end, count))):
+            if samples.stop > samples.start:
+                yield slice(start, start + samples.stop - samples.start), samples
+
+    def _products(
+        self, state: WindowState, new: Sequence[tuple[slice, slice]], present: slice, roots: int, team: Team | None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Products of new samples with all, (n, K, m, K), some at a time; every worker of a team makes some of each run."""
+        step = max(1, max(ROWS_AT_A_TIME, NUMBERS_AT_A_TIME // (present.stop * roots)) // roots)
+        for run, _ in new:
+            count = run.stop - run.start
+            parts = [count] if team is None else team.parts(count)
+            mine = slice(0, count) if team is None else team.place(parts)
+            end = run.start + mine.stop
+            made = []
+            for start in range(run.start + mine.start, end, step):
+                places = slice(start, min(start + step, end))
+                found = reduce(Tensor.add_, (block.take(places).gram(block.take(present)) for block in state.blocks()))
+                if team is None:
+                    yield places, found
+                else:
+                    made.append(found)
+            if team is not None:
+                assert state.gram is not None
+                nothing = state.gram.new_empty(0, roots, present.stop, roots)  # fewer new samples than workers
+                yield run, team.gather([torch.cat([nothing, *made])], parts)[0]
 
     def _news(self, state: WindowState, record: InnerRecord) -> _News:
         if self.records == "layer" and isinstance(record, LayerStatistics):

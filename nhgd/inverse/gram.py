@@ -140,7 +140,8 @@ class Factors(AbstractBlock):
             near = torch.einsum("ntgi,mugi->gntmu", inputs, other.inputs[piece].double())
             both = torch.einsum("nktgo,mlugo->gnktmlu", scores, other.scores[piece].double())
             both *= near[:, :, None, :, :, None]
-            total[:, :, piece] = both.sum(dim=(0, 3, 6))
+            alone = places == other_places == groups == 1
+            total[:, :, piece] = both.reshape(n, k, -1, k) if alone else both.sum(dim=(0, 3, 6))
         return total
 
     def _explicit_gram(self, other: Factors, metric: Tensor) -> Tensor:
