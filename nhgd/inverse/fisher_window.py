@@ -23,7 +23,7 @@ from nhgd.team import Team
 from nhgd.variable import Variable
 
 MANY_ROWS = 20_000
-# New rows of the Gram matrix are made some at a time, so that a processor uses the same memory again and again in place of
+# On a CPU new rows of the Gram matrix are made some at a time, so that the same memory is used again and again in place of
 # asking the system for more: this many numbers, and no fewer rows than make a product worth its beginning.
 NUMBERS_AT_A_TIME = 2**20
 ROWS_AT_A_TIME = 512
@@ -212,7 +212,9 @@ class FisherWindow(AbstractInverse):
         self, state: WindowState, new: Sequence[tuple[slice, slice]], present: slice, roots: int, team: Team | None
     ) -> Iterator[tuple[slice, Tensor]]:
         """Products of new samples with all, (n, K, m, K), some at a time; every worker of a team makes some of each run."""
-        step = max(1, max(ROWS_AT_A_TIME, NUMBERS_AT_A_TIME // (present.stop * roots)) // roots)
+        assert state.gram is not None
+        numbers = NUMBERS_AT_A_TIME if state.gram.device.type == "cpu" else PIECE
+        step = max(1, max(ROWS_AT_A_TIME, numbers // (present.stop * roots)) // roots)
         for run, _ in new:
             count = run.stop - run.start
             parts = [count] if team is None else team.parts(count)
@@ -227,7 +229,6 @@ class FisherWindow(AbstractInverse):
                 else:
                     made.append(found)
             if team is not None:
-                assert state.gram is not None
                 nothing = state.gram.new_empty(0, roots, present.stop, roots)  # fewer new samples than workers
                 yield run, team.gather([torch.cat([nothing, *made])], parts)[0]
 
