@@ -403,6 +403,18 @@ def submit_table(result: dict[str, Any]) -> str:
     return markdown(head, rows)
 
 
+def bench_table(result: list[dict[str, Any]]) -> str:
+    """What `nhgd bench` found for some methods: milliseconds, and the gain over inline."""
+    rows = []
+    for answer in result:
+        inline, *others = answer["rows"]
+        times = [f"{row['milliseconds']:.1f}, x {row['speedup']:.2f}" for row in others]
+        parts = [f"{inline['milliseconds']:.1f}", f"{inline['curvature_milliseconds']:.1f}"]
+        rows.append([f"`{answer['method']}`", *parts, *times])
+    names = [row["execution"] for row in result[0]["rows"][1:]]
+    return markdown(["method", "inline, ms", "of it curvature", *names], rows)
+
+
 def streams_table(result: dict[str, Any]) -> str:
     head = ["case", "batch", "inner, ms", "curvature, ms", "inline, ms", "stream, ms", "stream over the larger half"]
     rows = [
@@ -439,6 +451,7 @@ def measured_tables(results: Path) -> dict[str, str]:
     found = {}
     for mark, name, table in (
         ("submit", "submit-beside-cpu.json", submit_table),
+        ("bench", "bench-cleaning-cpu.json", bench_table),
         ("streams", "streams-h200.json", streams_table),
     ):
         if (results / name).exists():
