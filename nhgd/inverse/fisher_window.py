@@ -195,7 +195,7 @@ class FisherWindow(AbstractInverse):
         position = (state.position + kept) % self.window
         old = list(self._runs(position if filled == self.window else 0, filled - kept))
         gram = state.gram.view(self.window, news.roots, self.window, news.roots)
-        for places, found in self._products(state, new, slice(0, filled), news.roots, team):
+        for places, found in self._products(state, [places for places, _ in new], filled, news.roots, team):
             gram[places, :, :filled] = found
             for others, _ in old:
                 gram[others, :, places] = found[:, :, others].permute(2, 3, 0, 1)
@@ -209,13 +209,14 @@ class FisherWindow(AbstractInverse):
                 yield slice(start, start + samples.stop - samples.start), samples
 
     def _products(
-        self, state: WindowState, new: Sequence[tuple[slice, slice]], present: slice, roots: int, team: Team | None
+        self, state: WindowState, new: Sequence[slice], filled: int, roots: int, team: Team | None
     ) -> Iterator[tuple[slice, Tensor]]:
         """Products of new samples with all, (n, K, m, K), some at a time; every worker of a team makes some of each run."""
         assert state.gram is not None
         numbers = NUMBERS_AT_A_TIME if state.gram.device.type == "cpu" else PIECE
-        step = max(1, max(ROWS_AT_A_TIME, numbers // (present.stop * roots)) // roots)
-        for run, _ in new:
+        step = max(1, max(ROWS_AT_A_TIME, numbers // (filled * roots)) // roots)
+        present = [block.take(slice(0, filled)) for block in state.blocks()]
+        for run in new:
             count = run.stop - run.start
             parts = [count] if team is None else team.parts(count)
             mine = slice(0, count) if team is None else team.place(parts)
@@ -223,13 +224,13 @@ class FisherWindow(AbstractInverse):
             made = []
             for start in range(run.start + mine.start, end, step):
                 places = slice(start, min(start + step, end))
-                found = reduce(Tensor.add_, (block.take(places).gram(block.take(present)) for block in state.blocks()))
+                found = reduce(Tensor.add_, (block.take(places).gram(block) for block in present))
                 if team is None:
                     yield places, found
                 else:
                     made.append(found)
             if team is not None:
-                nothing = state.gram.new_empty(0, roots, present.stop, roots)  # fewer new samples than workers
+                nothing = state.gram.new_empty(0, roots, filled, roots)  # fewer new samples than workers
                 yield run, team.gather([torch.cat([nothing, *made])], parts)[0]
 
     def _news(self, state: WindowState, record: InnerRecord) -> _News:
