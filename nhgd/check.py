@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import reiterable
-from nhgd.errors import InputError, InverseWarning
+from nhgd.errors import InputError, InverseWarning, check_seed
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse import INVERSES, AbstractInverse, Exact, Identity, Refined, SolveStats, resolve
@@ -23,6 +23,7 @@ from nhgd.memory import PeakMemory, synchronise
 from nhgd.point import Point
 from nhgd.problem import Bilevel
 from nhgd.record import FisherKind, InnerRecord, RecordKind
+from nhgd.validation import validated
 from nhgd.variable import Variable
 
 
@@ -71,11 +72,12 @@ class Report:
         return "\n".join([*lines, *self.advice])
 
 
+@validated
 def check(
     problem: Bilevel,
     inner_batch: Batch,
     outer_batch: Batch,
-    inverses: Sequence[str | AbstractInverse] | None = None,
+    inverses: str | AbstractInverse | Sequence[str | AbstractInverse] | None = None,
     inner_data: Iterable[Batch] | None = None,
     learn_from: Iterable[Batch] | None = None,
     dense_below: int = 500,
@@ -106,6 +108,7 @@ def check(
     >>> report.rows[0]["relative_error"] < 1e-8 < report.rows[1]["relative_error"]
     True
     """
+    check_seed(seed)
     device = problem.theta.device
     batches = [inner_batch] if inner_data is None else list(reiterable(inner_data, "inner_data"))
     if not batches:
@@ -114,7 +117,13 @@ def check(
     lessons = batches if learn_from is None else [move(b, device) for b in reiterable(learn_from, "learn_from")]
     outer_batch = move(outer_batch, device)
     problem.validate(batches[0], outer_batch)
-    asked = list(INVERSES) if inverses is None else [inverses] if isinstance(inverses, str) else list(inverses)
+    asked = (
+        list(INVERSES)
+        if inverses is None
+        else [inverses]
+        if isinstance(inverses, (str, AbstractInverse))
+        else list(inverses)
+    )
     if not asked:
         raise InputError("inverses is empty. Name some, for example ['kfac', 'cg'], or leave it away for all of them.")
     chosen = [resolve(i) for i in asked]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral, Real
+
+MOST = 100  # names that one sentence lists
 
 
 class NhgdError(Exception):
@@ -37,7 +40,8 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
     by_case = {known.casefold(): known for known in reversed(names)}
     near = difflib.get_close_matches(name.casefold(), by_case, n=1, cutoff=0.5)
     hint = f" Did you mean '{by_case[near[0]]}'?" if near else ""
-    return InputError(f"There is no {kind} called '{name}'.{hint} Known: {', '.join(names)}.")
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return InputError(f"There is no {kind} called '{name}'.{hint} Known: {', '.join(names[:MOST])}{more}.")
 
 
 def positive(owner: str, **values: float) -> None:
@@ -72,12 +76,23 @@ def counted(owner: str, **values: int) -> None:
     nhgd.errors.InputError: CG: steps must be a whole number of at least 1, got 2.5.
     """
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
             raise InputError(f"{owner}: {name} must be a whole number of at least 1, got {value!r}.")
 
 
+def check_seed(seed: int) -> None:
+    """Refuse a seed that not every random generator takes.
+
+    >>> check_seed(2**64)
+    Traceback (most recent call last):
+    nhgd.errors.InputError: seed must be a whole number from 0 to 2^63 - 1, got 18446744073709551616.
+    """
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+        raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}.")
+
+
 def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _finite(value: object) -> str:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import InputError
+from nhgd.validation import Validated
 
 
 @dataclass(frozen=True)
-class AbstractLikelihood(ABC):
+class AbstractLikelihood(Validated, ABC):
     """Roots of the Fisher matrix in output space. Subclass it for a likelihood of your own."""
 
     name: ClassVar[str]

@@ -14,6 +14,7 @@ from nhgd.errors import InputError
 from nhgd.inverse import INVERSES, AbstractInverse, resolve
 from nhgd.memory import synchronise
 from nhgd.problem import Bilevel
+from nhgd.validation import validated
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,11 @@ class Plan:
         return "\n".join(lines)
 
 
+@validated
 def plan(
     problem: Bilevel,
     inner_batch: Batch | None = None,
-    inverses: Sequence[str | AbstractInverse] | None = None,
+    inverses: str | AbstractInverse | Sequence[str | AbstractInverse] | None = None,
     batch_size: int = 1024,
 ) -> Plan:
     """Estimate bytes and milliseconds of each inverse. Nothing of the estimated size is allocated.
@@ -71,7 +73,8 @@ def plan(
     {'cg': 16000, 'exact': 20000000}
     """
     theta = problem.theta
-    chosen = [resolve(i) for i in (list(INVERSES) if inverses is None else inverses)]
+    asked = [inverses] if isinstance(inverses, (str, AbstractInverse)) else inverses
+    chosen = [resolve(i) for i in (list(INVERSES) if asked is None else asked)]
     if batch_size < 1:
         raise InputError(f"batch_size must be at least 1, got {batch_size}.")
     flops = _flops_per_second(theta.device, theta.dtype)

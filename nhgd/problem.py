@@ -21,8 +21,10 @@ from torch import Tensor
 from nhgd.data.batch import Batch, common_length, first_bad, lengths
 from nhgd.errors import InputError, unknown
 from nhgd.likelihood import LIKELIHOODS
+from nhgd.validation import shown, validated_but
 from nhgd.variable import Given, Variable
 
+LARGEST = sys.float_info.max
 InnerResult: TypeAlias = "Tensor | tuple[Tensor, Tensor] | Losses"
 
 
@@ -40,6 +42,17 @@ class Losses:
     values: Tensor
     weights: Tensor | None = None
     outputs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        # By hand: it is made in every pass, and perhaps within a compiled function.
+        if not isinstance(self.values, Tensor):
+            raise InputError(f"Losses: values must be a Tensor of shape (B,), got a {type(self.values).__name__}.")
+        for name, value in (("weights", self.weights), ("outputs", self.outputs)):
+            if value is not None and not isinstance(value, Tensor):
+                shape = tuple(self.values.shape)
+                raise InputError(
+                    f"Losses: {name} of shape {type(value).__name__} for losses of shape {shape}. Give a Tensor."
+                )
 
     @property
     def per_sample(self) -> bool:
@@ -100,6 +113,7 @@ class Bilevel:
     (2, 1)
     """
 
+    @validated_but("theta", "v", "l2")
     def __init__(
         self,
         inner: Callable[[Any, Any, Any], InnerResult],
@@ -113,8 +127,8 @@ class Bilevel:
         self.outer = outer
         self.theta = Variable(theta, "theta")
         self.v = Variable(v, "v")
-        if not callable(l2) and not (isinstance(l2, Real) and 0 <= l2 < float("inf")):
-            kind = f"a {type(l2).__name__}" if not isinstance(l2, Real) else l2
+        if not callable(l2) and not (isinstance(l2, Real) and not isinstance(l2, bool) and 0 <= l2 <= LARGEST):
+            kind = f"a {type(l2).__name__}" if not isinstance(l2, Real) else shown(l2)
             raise InputError(
                 f"l2 must be a number of at least 0 or a function of v such as lambda v: v.exp(), got {kind}."
             )

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
-from importlib.metadata import entry_points
+from contextlib import redirect_stdout
+from importlib.metadata import EntryPoint, entry_points
+from inspect import isabstract
 from typing import Any
 
 from nhgd.errors import InputError, unknown
+
+
+class GuestWarning(UserWarning):
+    """What another package adds by entry point cannot be used."""
 
 
 class Registry(Mapping[str, type]):
@@ -17,7 +25,8 @@ class Registry(Mapping[str, type]):
         [project.entry-points."nhgd.inverses"]
         mine = "my_package:MyInverse"
 
-    Entry points are read when a name is not found at home or when all names are listed, not at import.
+    Entry points are read when a name is not found at home or when all names are listed, not at import. One that cannot be
+    used is left out, with a warning that names its package.
     """
 
     def __init__(self, kind: str, base: type, members: Iterable[object]) -> None:
@@ -33,14 +42,43 @@ class Registry(Mapping[str, type]):
         if self._guests is None:
             guests: dict[str, type] = {}
             for entry in entry_points(group=self.group):
-                found: Any = entry.load()
-                if not (isinstance(found, type) and issubclass(found, self.base)):
-                    raise InputError(
-                        f"The entry point {entry.name!r} of {self.group} is not a subclass of {self.base.__name__}."
-                    )
-                guests.setdefault(entry.name, found)
+                found = self._loaded(entry)
+                if found is None:
+                    continue
+                if entry.name in self._own or entry.name in guests:
+                    holder = "nhgd itself" if entry.name in self._own else "another package"
+                    self._warn(entry, f"has the name of one of {holder}, which is the one that is taken")
+                    continue
+                guests[entry.name] = found
             self._guests = guests
         return self._guests | self._own
+
+    def _loaded(self, entry: EntryPoint) -> type | None:
+        """What a package offers, or None, with a warning, where that is no use: nobody's work is to end for it."""
+        try:
+            with redirect_stdout(sys.stderr):  # where a command prints one JSON object and nothing else
+                found: Any = entry.load()
+        except (Exception, SystemExit) as error:
+            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            self._warn(entry, f"could not be loaded ({' '.join(what.split())})")
+            return None
+        if not (isinstance(found, type) and issubclass(found, self.base)):
+            self._warn(entry, f"is not a subclass of {self.base.__name__}")
+            return None
+        if isabstract(found):
+            missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+            self._warn(entry, f"lacks what every {self.kind} has: {missing}")
+            return None
+        return found
+
+    def _warn(self, entry: EntryPoint, why: str) -> None:
+        dist = getattr(entry, "dist", None)
+        owner = f"of the package {dist.name} {dist.version}" if dist is not None else "of an unknown package"
+        warnings.warn(
+            f"The {self.kind} {entry.name!r} {owner} {why}. It is left out; mend the package, or uninstall it.",
+            GuestWarning,
+            stacklevel=5,
+        )
 
     def __getitem__(self, name: str) -> type:
         if not isinstance(name, str):
@@ -60,3 +98,9 @@ class Registry(Mapping[str, type]):
 
     def __len__(self) -> int:
         return len(self._all())
+
+
+def summary(cls: type) -> str:
+    """The first line of a class's docstring, or its name where it has none."""
+    lines = (cls.__doc__ or "").strip().splitlines()
+    return lines[0] if lines else cls.__name__

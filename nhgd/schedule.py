@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias, final
 
 from nhgd.errors import InputError, not_negative, positive
-
-Rate: TypeAlias = "float | Schedule | Callable[[int], float]"
+from nhgd.validation import Validated
 
 
 @dataclass
@@ -31,12 +30,15 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Schedule(ABC):
+class Schedule(Validated, ABC):
     """A step size as a function of the clock."""
 
     @abstractmethod
     def rate(self, clock: Clock) -> float:
         """The step size now."""
+
+
+Rate: TypeAlias = float | Schedule | Callable[[int], float]
 
 
 @final

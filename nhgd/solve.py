@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
+import numpy as np
 import torch
 
 from nhgd import execution as executions
@@ -18,13 +19,15 @@ from nhgd.algorithm import resolve as resolve_algorithm
 from nhgd.algorithm.stage import OptimizerFactory, Projection
 from nhgd.checkpoint import Keeper, Saved, last_kept
 from nhgd.data.batch import Batch, first_bad
-from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError
+from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError, check_seed
 from nhgd.execution import AbstractExecutor
 from nhgd.execution.base import Report
+from nhgd.path import check_name
 from nhgd.problem import Bilevel
 from nhgd.progress import bar
 from nhgd.randomness import Randomness
 from nhgd.schedule import Rate
+from nhgd.validation import admitted, fitted, shown, validated, validated_but
 from nhgd.variable import Given
 
 Row = dict[str, Any]
@@ -126,6 +129,7 @@ class Solver:
     3.0
     """
 
+    @validated_but("method", "inner_optimizer", "outer_optimizer", "project", "project_v")
     def __init__(
         self,
         problem: Bilevel,
@@ -150,8 +154,9 @@ class Solver:
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", *_MATERIAL)}
         _check_projections(project, project_v)
-        if not isinstance(seed, int) or seed < 0:
-            raise InputError(f"seed must be a whole number of at least 0, got {seed!r}.")
+        check_seed(seed)
+        if checkpoint is not None:
+            check_name("checkpoint", checkpoint)
         if metrics_every < 1:
             raise InputError(f"metrics_every must be at least 1, got {metrics_every}.")
         every = _every(checkpoint_every)
@@ -192,6 +197,7 @@ class Solver:
                 self._keeper.rehearse(self.stage, self._state, self._rest())
 
     @classmethod
+    @validated
     def resume(
         cls,
         path: str | Path,
@@ -325,7 +331,7 @@ class Solver:
             return {}
         problem = self.problem
         with problem.guarded(seed=0), torch.no_grad(), problem.theta.view() as theta, problem.v.view() as v:
-            return self.metrics(theta, v)
+            return _numbers(self.metrics(theta, v))
 
     def __iter__(self) -> Iterator[Row]:
         """One outer step after another, for the caller's own loop; it ends when the caller leaves it.
@@ -341,6 +347,7 @@ class Solver:
         except GeneratorExit:
             self._finish(self.solution())
 
+    @validated
     def run(
         self,
         steps: int | None = None,
@@ -543,12 +550,27 @@ def _finite(info: StepInfo) -> None:
             raise NonFiniteError(name)
 
 
+def _numbers(found: Any) -> dict[str, float]:
+    """What the metrics returned, made sure of: it stands in every row of the history, and in the checkpoint."""
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise InputError(
+            f"metrics() returned {'a dict with names that are no text' if isinstance(found, dict) else f'a {type(found).__name__}'}."
+            " Return a dict of numbers by name, for example {'accuracy': 0.9}."
+        )
+    return {name: admitted("metrics()", name, value, float | None) for name, value in found.items()}
+
+
 def _check_projections(project: Projection, project_v: Projection) -> None:
-    if project is not None and not callable(project) and not (isinstance(project, (int, float)) and project > 0):
-        raise InputError(f"project must be a radius above 0 or a function of theta, got {project!r}.")
+    if project is not None and not callable(project) and not (_is_number(project) and project > 0):
+        raise InputError(f"project must be a radius above 0 or a function of theta, got {shown(project)}.")
     if project_v is None or callable(project_v):
         return
     bounds: list[Any] = list(project_v) if isinstance(project_v, (tuple, list)) else []
-    numbers = len(bounds) == 2 and all(isinstance(bound, (int, float)) for bound in bounds)
+    numbers = len(bounds) == 2 and all(_is_number(bound) for bound in bounds)
     if not (numbers and bounds[0] < bounds[1]):
-        raise InputError(f"project_v must be a box (low, high) with low < high or a function of v, got {project_v!r}.")
+        got = repr(project_v) if numbers else shown(project_v)
+        raise InputError(f"project_v must be a box (low, high) with low < high or a function of v, got {got}.")
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return fitted(value, float) is value or isinstance(value, np.number)

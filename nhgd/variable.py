@@ -18,7 +18,7 @@ from nhgd.errors import InputError
 from nhgd.reducer import Reducer
 from nhgd.team import Team
 
-Given: TypeAlias = "Tensor | dict[str, Tensor] | nn.Module"
+Given: TypeAlias = Tensor | dict[str, Tensor] | nn.Module
 Like: TypeAlias = "Tensor | dict[str, Tensor]"
 
 
@@ -116,6 +116,10 @@ class Variable:
 
     def _admit(self, name: str, tensor: Tensor) -> None:
         where = self.role if name == self.role else f"{self.role}[{name!r}]"
+        if tensor.layout != torch.strided:
+            raise InputError(f"{where} is a sparse tensor, which cannot be trained here. Pass {where}.to_dense().")
+        if tensor.device.type == "meta":
+            raise InputError(f"{where} is on the meta device, where there are no numbers. Make it on the CPU or a GPU.")
         if not tensor.is_floating_point():
             raise InputError(f"{where} has dtype {tensor.dtype}; only floating-point tensors can be trained.")
         if not tensor.is_leaf:

@@ -24,6 +24,7 @@ from tests import catalogue
 # A file imports from the rows above its own and from its own folder. A new noun needs a place here.
 ORDER = """
     errors
+    validation path
     registry schedule memory progress randomness theory
     data likelihood
     team

@@ -6,6 +6,8 @@ text for Natural Hypergradient Descent alone.
 
 from __future__ import annotations
 
+import warnings
+
 from nhgd.algorithm.aid import AID
 from nhgd.algorithm.alset import ALSET
 from nhgd.algorithm.amigo import AmIGO
@@ -28,7 +30,7 @@ from nhgd.algorithm.vrbo import VRBO
 from nhgd.errors import InputError, unknown
 from nhgd.inverse import INVERSES
 from nhgd.inverse import resolve as resolve_inverse
-from nhgd.registry import Registry
+from nhgd.registry import GuestWarning, Registry
 
 ALGORITHMS = Registry("method", AbstractAlgorithm, list(vars().values()))
 
@@ -38,7 +40,15 @@ def presets() -> dict[str, AbstractAlgorithm]:
     found: dict[str, AbstractAlgorithm] = {}
     for algorithm in ALGORITHMS.values():
         assert issubclass(algorithm, AbstractAlgorithm)
-        found |= algorithm.presets()
+        try:
+            found |= algorithm.presets()
+        except Exception as error:
+            warnings.warn(
+                f"The presets of {algorithm.__module__}.{algorithm.__name__} could not be made"
+                f" ({type(error).__name__}: {error}). They are left out.",
+                GuestWarning,
+                stacklevel=2,
+            )
     return found
 
 

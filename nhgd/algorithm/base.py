@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 from nhgd.algorithm.stage import Stage
 from nhgd.inverse.base import AbstractInverse
 from nhgd.problem import Bilevel
+from nhgd.registry import summary
+from nhgd.validation import Validated
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class StepInfo:
 
 
 @dataclass(frozen=True)
-class AbstractAlgorithm(ABC):
+class AbstractAlgorithm(Validated, ABC):
     """Who moves when. A subclass is a frozen dataclass of hyper-parameters; what evolves is a state of its own."""
 
     name: ClassVar[str]
@@ -54,4 +56,4 @@ class AbstractAlgorithm(ABC):
     @classmethod
     def summary(cls) -> str:
         """The first line of the docstring."""
-        return (cls.__doc__ or "").strip().splitlines()[0]
+        return summary(cls)

@@ -33,10 +33,11 @@ from nhgd.recorder import Recorder
 from nhgd.schedule import Clock, Rate, Schedule
 from nhgd.schedule import resolve as resolve_rate
 from nhgd.team import Shard, Team
+from nhgd.validation import shown
 from nhgd.variable import Variable
 
-OptimizerFactory: TypeAlias = "Callable[[list[Tensor]], Optimizer] | type[Optimizer] | Optimizer"
-Projection: TypeAlias = "float | tuple[float, float] | Callable[[Any], Any] | None"
+OptimizerFactory: TypeAlias = Callable[[list[Tensor]], Optimizer] | type[Optimizer] | Optimizer
+Projection: TypeAlias = float | tuple[float, float] | Callable[[Any], Any] | None
 RECENT = 64
 
 
@@ -83,7 +84,7 @@ class Mover:
             self.optimizer = optimizer(leaves)
         else:
             raise InputError(
-                f"{level}_optimizer must be a torch optimiser, its class, or a function of the parameters; got {optimizer!r}."
+                f"{level}_optimizer must be a torch optimiser, its class, or a function of the parameters; got {shown(optimizer)}."
             )
         # A plain tensor is trained through an alias that requires a gradient; an optimiser may hold either of the two.
         held = {p.data_ptr(): p for group in self.optimizer.param_groups for p in group["params"]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from nhgd.data.batch import Batch, fingerprint, first_bad, move
 from nhgd.errors import InputError
 from nhgd.randomness import generators, set_generators
+from nhgd.validation import validated
 
 
 class Data:
@@ -31,16 +32,17 @@ class Data:
     [[0, 1], [2, 3], [4]]
     """
 
+    @validated
     def __init__(
         self,
-        *arrays: Tensor | np.ndarray[Any, Any],
+        *arrays: Tensor | np.ndarray[Any, Any] | Sequence[Any],
         batch: int | None = None,
         shuffle: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
         if not arrays:
             raise InputError("Data needs at least one tensor: Data(x, y, batch=1024).")
-        self.tensors = tuple(torch.as_tensor(_usable(a), device=device) for a in arrays)
+        self.tensors = tuple(_tensor(a, device) for a in arrays)
         if any(t.ndim == 0 for t in self.tensors):
             raise InputError(
                 "Data takes tensors whose first dimension counts the samples, but one of them is a scalar."
@@ -78,11 +80,18 @@ class Data:
         return tuple(t[index.to(t.device)] for t in (*self.tensors, self._index))
 
 
-def _usable(array: Tensor | np.ndarray[Any, Any]) -> Tensor | np.ndarray[Any, Any]:
-    """The array itself, or a copy where torch could not share its memory: read-only or walked backwards."""
+def _tensor(array: Any, device: torch.device | str | None) -> Tensor:
+    """The array as a dense tensor with numbers in it; memory is shared where torch can: not read-only, nor backwards."""
     if isinstance(array, np.ndarray) and not (array.flags.writeable and all(s >= 0 for s in array.strides)):
-        return array.copy()
-    return array
+        array = array.copy()
+    try:
+        found = torch.as_tensor(array)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise InputError(f"Data takes tensors and arrays of numbers; of this one torch says: {error}.") from error
+    if found.layout != torch.strided or found.device.type == "meta":
+        kind = "on the meta device, where there are no numbers" if found.device.type == "meta" else "sparse"
+        raise InputError(f"Data takes dense tensors with numbers in them, but one is {kind}.")
+    return torch.as_tensor(found, device=device)
 
 
 class Stream:

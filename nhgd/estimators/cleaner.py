@@ -21,6 +21,7 @@ from nhgd.solve import Solver
 from nhgd.task.softmax import Split, fit, largest_curvature, softmax_classifier
 from nhgd.task.weighted_training import WeightedTraining, momentum, suited
 from nhgd.task.weighting import ByLoss
+from nhgd.validation import check_settings
 
 Array = np.ndarray[Any, Any]
 
@@ -98,11 +99,12 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             X, y: the samples, (N, P), and their labels, (N,), some of them wrong.
             X_trusted, y_trusted: samples whose labels are right, every class among them.
         """
+        check_settings(self)
         counted("LabelCleaner", steps=self.steps, inner_steps=self.inner_steps, batch_size=self.batch_size)
         not_negative("LabelCleaner", l2=self.l2)
         usable_device("LabelCleaner", self.device)
         for name, value, most in (("held_out", self.held_out, 0.5), ("robustness", self.robustness, 1.0)):
-            if not (isinstance(value, (int, float)) and 0 < value <= most):
+            if not 0 < value <= most:
                 raise InputError(f"LabelCleaner: {name} must be above 0 and at most {most}, got {value!r}.")
         X, y = validate_data(self, X, y, dtype="numeric")
         check_classification_targets(y)

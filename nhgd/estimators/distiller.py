@@ -19,6 +19,7 @@ from nhgd.schedule import Decay
 from nhgd.solve import Row, Solver
 from nhgd.task.classifier import Architecture, trained
 from nhgd.task.distillation import NOISE, distilling, suited
+from nhgd.validation import check_settings
 
 Array = np.ndarray[Any, Any]
 SCALES = ("all", "feature")
@@ -137,6 +138,7 @@ class DatasetDistiller(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  #
         return self
 
     def _check(self) -> None:
+        check_settings(self)
         counted("DatasetDistiller", per_class=self.per_class, batch_size=self.batch_size)
         positive("DatasetDistiller", l2=self.l2, lr=self.lr)
         usable_device("DatasetDistiller", self.device)

@@ -13,10 +13,12 @@ from nhgd.execution.inline import Inline
 from nhgd.execution.stream import Stream
 from nhgd.execution.thread import Thread
 from nhgd.registry import Registry
+from nhgd.validation import validated
 
 EXECUTIONS = Registry("execution", AbstractExecutor, list(vars().values()))
 
 
+@validated
 def resolve(execution: str | AbstractExecutor, **settings: Any) -> AbstractExecutor:
     """An executor from its name, with settings that are not None; or itself.
 

@@ -13,7 +13,9 @@ from torch import Tensor
 from nhgd.errors import InputError, NhgdError
 from nhgd.inverse.base import AbstractInverse
 from nhgd.record import InnerRecord
+from nhgd.registry import summary
 from nhgd.team import AbstractTeam, Alone
+from nhgd.validation import validated
 from nhgd.variable import Variable
 
 
@@ -87,6 +89,12 @@ class AbstractExecutor(ABC):
     usual_lag: ClassVar[int] = 8
     team: AbstractTeam = Alone()  # the workers that share the inner batches
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = validated(vars(cls)["__init__"])  # type: ignore[method-assign]
+
+    @validated
     def __init__(self, max_lag: int | None = None, stale: bool = False) -> None:
         if max_lag is not None and (not isinstance(max_lag, int) or isinstance(max_lag, bool) or max_lag < 0):
             raise InputError(f"max_lag must be a whole number of at least 0, got {max_lag!r}.")
@@ -195,4 +203,4 @@ class AbstractExecutor(ABC):
     @classmethod
     def summary(cls) -> str:
         """The first line of the docstring."""
-        return (cls.__doc__ or "").strip().splitlines()[0]
+        return summary(cls)

@@ -43,8 +43,14 @@ class Device(AbstractBeside):
         super().__init__(max_lag, stale)
         try:
             self.device = None if device is None else torch.device(device)
-        except RuntimeError:
+        except (RuntimeError, ValueError, OverflowError):
             raise InputError(f"There is no device called {device!r}. Use for example cuda:1 or cpu.") from None
+        if self.device is not None and self.device.type not in ("cpu", "cuda"):
+            raise InputError(f"Curvature cannot be kept on {self.device}. Use for example cuda:1 or cpu.")
+        if self.device is not None and self.device.type == "cpu":
+            if self.device.index:
+                raise InputError(f"There is no device {self.device}: the processors are one device. Use cpu.")
+            self.device = torch.device("cpu")
         if self.device is not None and self.device.type == "cuda":
             count = torch.cuda.device_count()
             if (self.device.index or 0) >= count:

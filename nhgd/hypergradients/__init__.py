@@ -8,7 +8,7 @@ import torch
 
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import reiterable
-from nhgd.errors import InputError, NonFiniteError
+from nhgd.errors import InputError, NonFiniteError, check_seed
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
 from nhgd.hypergradients.implicit import Implicit, implicit
 from nhgd.hypergradients.unrolled import Unrolled
@@ -16,6 +16,7 @@ from nhgd.inverse import AbstractInverse
 from nhgd.inverse import resolve as resolve_inverse
 from nhgd.problem import Bilevel
 from nhgd.registry import Registry
+from nhgd.validation import validated_but
 
 ESTIMATORS = Registry("estimator", AbstractHypergradient, list(vars().values()))
 
@@ -29,6 +30,7 @@ def resolve(estimator: str | AbstractHypergradient) -> AbstractHypergradient:
     return made
 
 
+@validated_but("estimator", "inverse")
 def hypergradient(
     problem: Bilevel,
     inner_batch: Batch,
@@ -57,6 +59,7 @@ def hypergradient(
     >>> hypergradient(problem, torch.zeros(4), torch.zeros(4)).grad
     tensor(-4.)
     """
+    check_seed(seed)
     chosen = resolve(estimator)
     if inverse is not None and not chosen.inverts:
         raise InputError(

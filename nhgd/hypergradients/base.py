@@ -13,6 +13,8 @@ from nhgd.data.batch import Batch
 from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.point import OracleCalls
 from nhgd.problem import Bilevel
+from nhgd.registry import summary
+from nhgd.validation import Validated
 from nhgd.variable import Like
 
 
@@ -36,7 +38,7 @@ class Hypergradient:
 
 
 @dataclass(frozen=True)
-class AbstractHypergradient(ABC):
+class AbstractHypergradient(Validated, ABC):
     """A way to get grad Phi(v) at the problem's current theta and v, which stay as they are."""
 
     name: ClassVar[str]
@@ -57,4 +59,4 @@ class AbstractHypergradient(ABC):
     @classmethod
     def summary(cls) -> str:
         """The first line of the docstring."""
-        return (cls.__doc__ or "").strip().splitlines()[0]
+        return summary(cls)

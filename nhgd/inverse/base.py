@@ -12,6 +12,8 @@ from torch import Tensor
 from nhgd.errors import InputError
 from nhgd.point import Point
 from nhgd.record import FisherKind, InnerRecord, RecordKind
+from nhgd.registry import summary
+from nhgd.validation import Validated
 from nhgd.variable import Variable
 
 
@@ -51,7 +53,7 @@ class Steady(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AbstractInverse(ABC):
+class AbstractInverse(Validated, ABC):
     """A way to apply the inverse of the inner Hessian.
 
     A subclass is a frozen dataclass of hyper-parameters; what evolves is a state of its own. An inverse that learns
@@ -138,7 +140,7 @@ class AbstractInverse(ABC):
     @classmethod
     def summary(cls) -> str:
         """The first line of the docstring."""
-        return (cls.__doc__ or "").strip().splitlines()[0]
+        return summary(cls)
 
 
 def vector_bytes(theta: Variable, count: int = 1) -> int:

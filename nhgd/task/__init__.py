@@ -9,10 +9,12 @@ from nhgd.task.distillation import Distillation
 from nhgd.task.l2 import L2
 from nhgd.task.pde import PDE
 from nhgd.task.quadratic import Quadratic
+from nhgd.validation import validated
 
 TASKS = Registry("task", AbstractTask, list(vars().values()))
 
 
+@validated
 def resolve(task: str | AbstractTask, preset: str = "default") -> AbstractTask:
     """A task from its name and a preset of it, or itself."""
     if isinstance(task, AbstractTask):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -13,11 +13,14 @@ import torch
 
 from nhgd.algorithm import AbstractAlgorithm, resolve
 from nhgd.data.batch import Batch
-from nhgd.errors import InputError, unknown
+from nhgd.errors import InputError, check_seed, unknown
 from nhgd.execution import AbstractExecutor
 from nhgd.problem import Bilevel
+from nhgd.randomness import Randomness
+from nhgd.registry import summary
 from nhgd.solve import Metrics, Solution, Solver
 from nhgd.task.setting import convert, kinds
+from nhgd.validation import Validated, validated
 
 T = TypeVar("T", bound="AbstractTask")
 
@@ -64,7 +67,7 @@ class Instance:
 
     def algorithm(self, method: str | None = None) -> AbstractAlgorithm:
         """A method by name, ready for this problem and with the settings that suit the task."""
-        name = method or self.method
+        name = self.method if method is None else method
         found = (self.methods[name] if name in self.methods else resolve(name)).prepared(self.problem)
         known = {f.name for f in fields(found)}
         return replace(found, **{key: value for key, value in self.method_settings.items() if key in known})
@@ -92,12 +95,29 @@ class Instance:
         )
 
 
+def _seeded(build: Callable[..., Instance]) -> Callable[..., Instance]:
+    """The same seed gives the same problem, also where a task draws from the global generators; the caller's stay."""
+
+    @wraps(build)
+    def within(self: Any, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
+        check_seed(seed)
+        with Randomness(seed, device).scope():
+            return build(self, seed, device, data)
+
+    return within
+
+
 @dataclass(frozen=True)
-class AbstractTask(ABC):
+class AbstractTask(Validated, ABC):
     """A bilevel problem people know, with its settings as fields and named presets of them."""
 
     name: ClassVar[str]
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"default": {}}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "build" in vars(cls):
+            cls.build = _seeded(vars(cls)["build"])  # type: ignore[method-assign]
 
     @property
     def threads(self) -> int | None:
@@ -106,9 +126,13 @@ class AbstractTask(ABC):
 
     @abstractmethod
     def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
-        """Make the data and the problem. `data` is the folder the user named, if any."""
+        """Make the data and the problem. `data` is the folder the user named, if any.
+
+        It may draw from torch's, NumPy's and Python's global generators: they are seeded for it, and put back after.
+        """
 
     @classmethod
+    @validated
     def preset(cls: type[T], name: str = "default") -> T:
         """The task with the settings of a preset."""
         if name not in cls.presets:
@@ -131,4 +155,4 @@ class AbstractTask(ABC):
     @classmethod
     def summary(cls) -> str:
         """The first line of the docstring."""
-        return (cls.__doc__ or "").strip().splitlines()[0]
+        return summary(cls)

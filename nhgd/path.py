@@ -1,0 +1,67 @@
+"""Paths that people give: refused with a sentence before the work, not after it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from nhgd.errors import InputError
+
+ROOM = 80  # bytes for the names of what is put into a folder
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def check_name(what: str, path: str | os.PathLike[str]) -> None:
+    """Refuse a path that nothing can be called: empty, with a zero byte, or too long for the file system.
+
+    >>> check_name("--out", "")
+    Traceback (most recent call last):
+    nhgd.errors.InputError: --out is empty. Name a place.
+    """
+    text = os.fspath(path)
+    if not text:
+        raise InputError(f"{what} is empty. Name a place.")
+    if "\0" in text:
+        raise InputError(f"{what} holds a zero byte, which no name can. Name another place.")
+    place = Path(text).absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    longest, whole = (_limit(place, of, usual) for of, usual in (("PC_NAME_MAX", 255), ("PC_PATH_MAX", 4096)))
+    for part in Path(text).parts:
+        if len(os.fsencode(part)) > longest:
+            raise InputError(
+                f"{what} has a name of {len(os.fsencode(part))} bytes, {part[:20]}..., where the file system takes"
+                f" {longest}. Name another place."
+            )
+    if len(os.fsencode(text)) + ROOM > whole:
+        raise InputError(
+            f"{what} has {len(os.fsencode(text))} bytes, where the system takes paths of {whole}, what is put there"
+            " included. Name another place."
+        )
+
+
+def _limit(place: Path, of: str, usual: int) -> int:
+    try:
+        return os.pathconf(place, of)
+    except (AttributeError, OSError, ValueError):  # no such call, or no such limit
+        return usual
+
+
+def check_file(path: Path) -> None:
+    """Refuse what is no plain file before it is opened: a pipe would be waited for, and a device may never end."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:  # a zero byte, or characters that the file system does not have
+        raise InputError(f"{str(path)!r} cannot be read: {error}.") from error
+    if not stat.S_ISREG(mode):
+        kind = next((word for is_kind, word in _KINDS if is_kind(mode)), "something else")
+        raise InputError(f"{path} cannot be read: it is {kind}, not a file. Copy what it gives into a file first.")
