@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 import nhgd
 from nhgd import registry
 from nhgd.inverse import CG, AbstractInverse, Identity
-from nhgd.registry import Registry
+from nhgd.registry import GuestWarning, Registry
 
 
 class Entry:
@@ -17,6 +18,7 @@ class Entry:
 
     def __init__(self, name: str, target: Any) -> None:
         self.name, self.target, self.loaded = name, target, 0
+        self.dist = SimpleNamespace(name="guests", version="1.0")
 
     def load(self) -> Any:
         self.loaded += 1
@@ -69,20 +71,72 @@ def test_guests_are_found_and_loaded_once(installed: list[Entry]) -> None:
     assert installed[0].loaded == 1
 
 
-def test_a_guest_does_not_take_a_name_of_the_house(installed: list[Entry]) -> None:
-    installed.append(Entry("cg", Guest))
-    assert made()["cg"] is CG
-    assert dict(made())["cg"] is CG
-
-
-def test_a_guest_of_the_wrong_kind_is_named_every_time(installed: list[Entry]) -> None:
-    installed += [Entry("guest", Guest), Entry("wrong", dict)]
+def test_a_guest_does_not_take_a_name_of_the_house_and_it_is_said(installed: list[Entry]) -> None:
+    installed += [Entry("cg", Guest), Entry("guest", Guest), Entry("guest", Identity)]
     names = made()
-    for _ in range(2):
-        with pytest.raises(
-            nhgd.InputError, match=r"entry point 'wrong' of nhgd.inverses is not a subclass of Abstract"
-        ):
-            names["guest"]
+    assert names["cg"] is CG
+    with pytest.warns(GuestWarning) as said:
+        assert dict(names) == {"guest": Guest, "cg": CG, "identity": Identity}
+    sentences = [str(item.message) for item in said]
+    assert len(sentences) == 2
+    assert "The inverse 'cg' of the package guests 1.0 has the name of one of nhgd itself" in sentences[0]
+    assert "The inverse 'guest' of the package guests 1.0 has the name of one of another package" in sentences[1]
+
+
+class Unfinished(AbstractInverse):
+    """One that nobody can make."""
+
+
+def raising(error: BaseException) -> Any:
+    def load() -> Any:
+        print("hello from the guest")
+        raise error
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (raising(ImportError("no module\ncalled x")), r"could not be loaded \(ImportError: no module called x\)"),
+        (raising(RuntimeError()), r"could not be loaded \(RuntimeError\)"),
+        (raising(SystemExit(0)), r"could not be loaded \(SystemExit: 0\)"),
+        (raising(SyntaxError("bad")), r"could not be loaded \(SyntaxError: bad\)"),
+        (lambda: dict, "is not a subclass of AbstractInverse"),
+        (lambda: CG(), "is not a subclass of AbstractInverse"),
+        (lambda: None, "is not a subclass of AbstractInverse"),
+        (lambda: Unfinished, "lacks what every inverse has: memory, solve"),
+    ],
+)
+def test_a_broken_guest_is_named_with_its_package_and_left_out(
+    installed: list[Entry], broken: Any, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = Entry("bad", None)
+    bad.load = broken  # type: ignore[method-assign]
+    installed += [bad, Entry("guest", Guest)]
+    names = made()
+    with pytest.warns(GuestWarning, match=rf"The inverse 'bad' of the package guests 1\.0 {words}.*uninstall") as said:
+        assert names["guest"] is Guest
+    assert len(said) == 1
+    assert list(names) == ["guest", "cg", "identity"]  # it is said once
+    with pytest.raises(nhgd.InputError, match=r"There is no inverse called 'bad'\. Known: cg, guest, identity"):
+        names["bad"]
+    assert capsys.readouterr().out == ""  # which is for the answers of commands
+
+
+def test_ctrl_c_while_a_guest_is_loaded_is_no_fault_of_the_guest(installed: list[Entry]) -> None:
+    bad = Entry("bad", None)
+    bad.load = raising(KeyboardInterrupt())  # type: ignore[method-assign]
+    installed.append(bad)
+    with pytest.raises(KeyboardInterrupt):
+        dict(made())
+
+
+def test_a_class_without_words_is_listed_by_its_name() -> None:
+    class Silent(Guest):
+        pass
+
+    assert Silent.summary() == "Silent"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A method of another package, really installed: it is listed, resolved and run as one of the house."""
+"""Methods and tasks of another package, really installed: listed, resolved and run as those of the house; broken ones left out."""
 
 from __future__ import annotations
 
@@ -25,11 +25,17 @@ from typer.testing import CliRunner
 from nhgd.cli.program import app
 from nhgd.task import Quadratic
 
-def command(*args):
+said = []
+
+def command(*args, code=0):
     done = CliRunner().invoke(app, [*args, "--json"], catch_exceptions=False)
-    assert done.exit_code == 0, done.stderr
+    assert done.exit_code == code, done.stderr
+    said.append(done.stderr)
     return json.loads(done.stdout)
 
+state = torch.get_rng_state()
+drawn = [command("run", "drawn", "--seed", seed, "--device", "cpu")["initial"]["outer_loss"] for seed in "001"]
+assert torch.equal(torch.get_rng_state(), state)
 run = ("run", "quadratic", "--preset", "quick", "--steps", "5", "--device", "cpu", "--method")
 instance = Quadratic.preset("quick").build(0, torch.device("cpu"))
 settings = instance.solver | {"outer_lr": 0.25}
@@ -37,6 +43,9 @@ nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method="
 print(json.dumps({
     "list": command("list"),
     "runs": {method: command(*run, method) for method in ("signed", "aid-halved")},
+    "unknown": command("run", "quadratic", "--method", "aid-halvd", code=2),
+    "drawn": drawn,
+    "said": "".join(said),
     "v": instance.problem.v.given.abs().tolist(),
 }))
 """
@@ -81,3 +90,23 @@ def test_it_runs_by_name_in_python(told: dict[str, Any]) -> None:
 def test_where_it_is_not_installed_its_name_is_unknown() -> None:
     with pytest.raises(nhgd.InputError, match=r"There is no method called 'signed'\."):
         resolve("signed")
+
+
+def test_what_is_broken_is_named_with_its_package_and_left_out(told: dict[str, Any]) -> None:
+    said = [line for line in told["said"].splitlines() if line.startswith("Warning: The inverse")]
+    for name, why in (
+        ("raising", "could not be loaded (RuntimeError: this package is broken)"),
+        ("leaving", "could not be loaded (SystemExit: 0)"),
+        ("absent", "could not be loaded (AttributeError: module 'nhgd_third_party' has no attribute 'NoSuchName')"),
+        ("wrong", "is not a subclass of AbstractInverse"),
+        ("cg", "has the name of one of nhgd itself, which is the one that is taken"),
+    ):
+        sentence = f"Warning: The inverse '{name}' of the package nhgd-third-party 1.0 {why}."
+        assert sum(line.startswith(sentence) for line in said) == 1, said
+    assert len(said) == 5
+    assert "Did you mean 'aid-halved'?" in told["unknown"]["error"]
+
+
+def test_a_task_that_draws_from_the_global_generators_is_seeded(told: dict[str, Any]) -> None:
+    first, again, other = told["drawn"]
+    assert first == again != other

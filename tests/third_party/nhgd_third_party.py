@@ -1,10 +1,13 @@
-"""A method and an inverse that nhgd does not know of."""
+"""A method, an inverse and a task that nhgd does not know of."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +15,8 @@ from nhgd.algorithm import AbstractAlgorithm, Stage, StepInfo
 from nhgd.hypergradients import implicit
 from nhgd.inverse import AbstractInverse, SolveStats
 from nhgd.point import Point
+from nhgd.problem import Bilevel
+from nhgd.task import AbstractTask, Instance
 from nhgd.variable import Variable
 
 
@@ -46,3 +51,35 @@ class Signed(AbstractAlgorithm):
         found = implicit(stage.point(stage.inner_batches(1), stage.outer.next()), Halved(), None)
         norm = stage.move_v([self.scale * leaf.sign() for leaf in found.leaves])
         return None, StepInfo(found.value, float(torch.stack(losses).mean()), norm)
+
+
+@dataclass(frozen=True)
+class Drawn(AbstractTask):
+    """A problem drawn from the global generators of torch, NumPy and Python."""
+
+    name: ClassVar[str] = "drawn"
+    size: int = 3
+
+    def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
+        """Draw a goal."""
+        goal = torch.randn(self.size) + float(np.random.rand()) + random.random()  # noqa: NPY002
+        problem = Bilevel(
+            lambda theta, v, x: (theta - v).square().sum().expand(len(x)),
+            lambda theta, v, x: (theta - goal).square().sum(),
+            torch.zeros(self.size),
+            torch.zeros(self.size),
+        )
+        batch = [torch.zeros(4)]
+        return Instance(
+            problem,
+            batch,
+            batch,
+            solver={},
+            method="aid",
+            steps=2,
+            metrics=None,
+            summary=lambda solution: {"outer_loss": solution.history[-1]["outer_loss"], "inner_loss": 0.0},
+            full_inner=batch[0],
+            full_outer=batch[0],
+            solve_inner=lambda: 0.0,
+        )

@@ -1,0 +1,4 @@
+"""A module that cannot be imported."""
+
+print("on its way")
+raise RuntimeError("this package is broken")
