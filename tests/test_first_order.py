@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import nhgd
 from nhgd.algorithm import BOME, F2SA, resolve
 from nhgd.point import OracleCalls, Point
-from nhgd.schedule import Power
+from nhgd.schedule import Constant, Power
 from nhgd.task import Quadratic
 from tests import catalogue, oracles
 
@@ -113,7 +114,7 @@ def bome_by_hand(inner, outer, train, pulled, v, steps, outer_lr, strength=0.5, 
 @pytest.mark.parametrize("barrier", ["gradient", "gap"])
 @pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
 def test_bome_by_hand(make, barrier):
-    running = stepped(make, BOME(strength=0.3, barrier=barrier), 4)
+    running = stepped(make, BOME(strength=0.3, barrier=barrier, halved_after=None), 4)
     problem, inner, outer = make()
 
     def objective(theta: Tensor, v: Tensor) -> Tensor:
@@ -200,11 +201,92 @@ def test_bome_on_the_quadratic_is_these_recursions():
     """So that what follows, which is too long for the solver, is about BOME."""
     instance, dense = quadratic()
     settings = {"inner_steps": 5, "inner_lr": dense.inner_lr, "outer_lr": 0.3}
-    running = nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method=BOME(), **settings)
+    method = BOME(halved_after=None)
+    running = nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method=method, **settings)
     running.run(steps=30)
     zero = torch.zeros(6, dtype=torch.float64)
     v, *_ = bome_by_hand(dense.inner, dense.outer, dense.train(5), zero, zero[:3], 30, 0.3)
     torch.testing.assert_close(instance.problem.v.given, v, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("outer_lr", [0.3, 30.0], ids=["below the inner step", "above it"])
+def test_the_steps_of_bome_fall_and_pulled_keeps_to_the_inner_one(outer_lr):
+    """A number h / (k + h) times itself, for v and for pulled each; of the two pulled takes the shorter."""
+    instance, dense = quadratic()
+    settings = {"inner_steps": 5, "inner_lr": dense.inner_lr, "outer_lr": outer_lr}
+    method = BOME(halved_after=7)
+    running = nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method=method, **settings)
+    pulled, v = torch.zeros(6, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for k in range(6):
+        running.step()
+        fallen = 7 / (k + 7)
+        after, moved, *_ = bome_by_hand(dense.inner, dense.outer, dense.train(5), pulled, v, 1, 1.0)
+        pulled = pulled + min(outer_lr, dense.inner_lr) * fallen * (moved - pulled)
+        v = v + outer_lr * fallen * (after - v)
+        torch.testing.assert_close(instance.problem.v.given, v, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(running._state.pulled, pulled, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "outer_lr", [Constant(0.1), lambda k: 0.1, Power(0.1, 0.0)], ids=["constant", "function", "power"]
+)
+def test_bome_takes_a_schedule_of_the_user_as_it_is(outer_lr):
+    running = stepped(
+        catalogue.ridge_scalar, BOME(halved_after=1), 3, outer_lr=outer_lr, outer_optimizer=torch.optim.SGD
+    )
+    assert running.stage.v.rate(running.stage.clock) == 0.1
+
+
+def of_weights(seed: int = 0):
+    """200 samples of three classes, 40 % with a wrong label, a weight for each; and a stable inner step."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    truth, x, x_outer = 2 * draw(5, 3), draw(200, 5), draw(200, 5)
+    y, y_outer = (x @ truth).argmax(1), (x_outer @ truth).argmax(1)
+    wrong = torch.rand(200, generator=generator) < 0.4
+    y = torch.where(wrong, (y + 1 + torch.randint(2, (200,), generator=generator)) % 3, y)
+    theta = {"W": torch.zeros(5, 3, dtype=torch.float64), "b": torch.zeros(3, dtype=torch.float64)}
+
+    def inner(theta, v, batch):
+        losses = F.cross_entropy(batch[0] @ theta["W"] + theta["b"], batch[1], reduction="none")
+        return nhgd.Losses(losses, weights=v.sigmoid())
+
+    def outer(theta, v, batch):
+        return F.cross_entropy(batch[0] @ theta["W"] + theta["b"], batch[1])
+
+    problem = nhgd.Bilevel(inner, outer, theta, torch.zeros(200, dtype=torch.float64), l2=0.01)
+    curvature = 0.5 * float(torch.linalg.matrix_norm(F.pad(x, (0, 1), value=1.0), 2)) ** 2 / 200 + 0.02
+
+    return problem, (x, y), (x_outer, y_outer), 1 / curvature
+
+
+@pytest.mark.parametrize("outer_lr", [100.0, 1000.0])
+def test_bome_settles_on_label_cleaning_as_implicit_differentiation_does(outer_lr):
+    """At the same steps, which are long because the hypergradient in one weight of many is short."""
+
+    def end(method: str) -> tuple[float, float]:
+        problem, inner, outer, inner_lr = of_weights()
+        first = oracles.phi(problem, inner, outer)
+        settings = {"inner_steps": 10, "inner_lr": inner_lr, "outer_lr": outer_lr}
+        nhgd.Solver(problem, [inner], [outer], method=method, **settings).run(steps=80)
+        return first, oracles.phi(problem, inner, outer)
+
+    (first, reached), (_, exact) = end("bome"), end("aid-cg")
+    assert first - reached > 0.85 * (first - exact)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_bome_settles_on_the_quadratic_at_the_step_of_the_task(seed):
+    """After four times the steps it is nearer to where unrolling ends, as with a constant step it is not."""
+    instance = Quadratic.preset("quick").build(seed, CPU)
+    end = catalogue.ends_with(catalogue.unrolled_matrix(5))(instance)
+    running = instance.start("bome", inner_steps=5)
+    errors = [relative_error(running.run(steps=steps).v, end) for steps in (50, 150)]
+    assert errors[1] < 0.2
+    assert errors[1] < 0.6 * errors[0]
 
 
 def test_bome_ends_where_unrolling_ends():
@@ -393,6 +475,7 @@ def test_buffers_follow_the_inner_steps_alone(method):
         (lambda: BOME(strength=0.0), "strength must be above 0"),
         (lambda: BOME(barrier="none"), "barrier of BOME"),
         (lambda: BOME(pulled_lr=-1.0), "pulled_lr must be above 0"),
+        (lambda: BOME(halved_after=0.0), "halved_after must be above 0"),
         (lambda: F2SA(first=0.0), "first must be above 0"),
         (lambda: F2SA(growth=-1.0), "growth must be 0 or more"),
         (lambda: F2SA(pace=0.0), "pace must be above 0"),
@@ -408,6 +491,6 @@ def test_refusals(bad, message):
 def test_names_and_schedules():
     assert resolve("f2sa-shared") == F2SA(shared=True)
     assert resolve("bome") == BOME()
-    running = stepped(catalogue.weighted_logistic, BOME(pulled_lr=Power(0.2, 0.0)), 3)
+    running = stepped(catalogue.weighted_logistic, BOME(pulled_lr=Power(0.2, 1.0, offset=40)), 3)
     same = stepped(catalogue.weighted_logistic, BOME(), 3)
     torch.testing.assert_close(running._state.pulled, same._state.pulled, rtol=0, atol=0)

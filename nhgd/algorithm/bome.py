@@ -11,7 +11,7 @@ from torch import Tensor
 from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
 from nhgd.algorithm.stage import Stage
 from nhgd.errors import positive, unknown
-from nhgd.schedule import Rate
+from nhgd.schedule import Constant, Power, Rate, Schedule
 from nhgd.schedule import resolve as resolve_rate
 
 Barrier = Literal["gradient", "gap"]
@@ -43,14 +43,22 @@ class BOME(AbstractAlgorithm):
     There is no second derivative, and T biases the end as it does that of `ITD`: where pulled comes near theta*(v), both
     parts of the direction vanish at grad_v f = X^T S_T grad_theta f with S_T = (I - (I - eta H)^T) H^{-1}. A constant alpha
     adds a bias of its own, of the order of alpha: the multiplier cannot outgrow 2 / (alpha ||d2 q||), and v ends near
-    where a penalty with that multiplier does. Let alpha fall like 1/k, and no faster, or the steps sum up to too little:
-    `nhgd.schedule.Power(lr, 1.0, offset=40)`, which `pulled_lr` follows. With noisy batches the end moves, because the
-    multiplier divides by a noisy size, which no step size mends: take large batches.
+    where a penalty with that multiplier does. So a step that is given as a number falls like 1/k, and no faster, or the
+    steps would sum up to too little:
+
+        alpha_k = alpha h / (k + h),      pulled moves by min( alpha_k, eta h / (k + h) ),      h = halved_after
+
+    An alpha that suits v may be far too long for `pulled`, whose curvature is that of the inner loss; hence the bound eta.
+    With noisy batches the end moves, because the multiplier divides by a noisy size, which no step size mends: take large
+    batches.
 
     Args:
         strength: how fast the barrier closes the gap, eta in the paper.
         barrier: "gradient" for strength ||grad q||^2, or "gap" for strength q.
-        pulled_lr: the step of `pulled`: a number, a function of the outer step or a schedule; None: that of v, alpha.
+        pulled_lr: the step of `pulled`: a number, a function of the outer step or a schedule, each taken as it is; None:
+            as above.
+        halved_after: the outer steps after which outer_lr has fallen to half of the number it was given as; None: it does
+            not fall. An outer_lr that is a schedule or a function, or the own step of an optimiser, is taken as it is.
 
     >>> BOME(strength=0.1).barrier
     'gradient'
@@ -59,7 +67,9 @@ class BOME(AbstractAlgorithm):
     approach, 2022, algorithm 1.
     Deviations: 1. f and q are taken on one fresh batch each, the two terms of q on the same one, where the paper takes full
     gradients. 2. what a run hands back is the theta that took inner steps alone, and its outer loss is reported, so that
-    both can be compared with those of other methods. 3. the optimiser of v may be any; then alpha is its step size.
+    both can be compared with those of other methods. 3. the optimiser of v may be any; then alpha is its step size. 4. v and
+    pulled have a step each, as in the authors' own code, and both fall; the paper has one constant step, which depends on
+    how many outer steps there will be. It is halved_after=None with pulled_lr that of v.
     """
 
     name: ClassVar[str] = "bome"
@@ -67,17 +77,23 @@ class BOME(AbstractAlgorithm):
     strength: float = 0.5
     barrier: Barrier = "gradient"
     pulled_lr: Rate | None = None
+    halved_after: float | None = 40.0
 
     def __post_init__(self) -> None:
         positive("BOME", strength=self.strength)
+        if self.halved_after is not None:
+            positive("BOME", halved_after=self.halved_after)
         if self.pulled_lr is not None:
             resolve_rate(self.pulled_lr, "pulled_lr")
         if self.barrier not in get_args(Barrier):
             raise unknown("barrier of BOME", str(self.barrier), get_args(Barrier))
 
     def init(self, stage: Stage) -> BOMEState:
-        """Both inner variables begin as one."""
+        """Both inner variables begin as one, and a step of v that was given as a number begins to fall."""
         stage.plain_rate("BOME")
+        alpha, own = stage.v.schedule, isinstance(stage.settings.outer_lr, Schedule)
+        if self.halved_after is not None and isinstance(alpha, Constant) and not own:
+            stage.v.schedule = Power(alpha.lr, 1.0, offset=self.halved_after)
         return BOMEState(stage.problem.theta.flat())
 
     def step(self, stage: Stage, state: BOMEState) -> tuple[BOMEState, StepInfo]:
@@ -97,9 +113,18 @@ class BOME(AbstractAlgorithm):
         gap = float(q.value - trained.value)
         barrier = self.strength * (size if self.barrier == "gradient" else gap)
         multiplier = max((barrier - along) / size, 0.0) if size > 0 else 0.0
-        alpha = (stage.v if self.pulled_lr is None else resolve_rate(self.pulled_lr, "pulled_lr")).rate(stage.clock)
-        pulled = stage.projected(state.pulled - alpha * (f.theta + multiplier * q.theta))
+        pulled = stage.projected(state.pulled - self._pulled_rate(stage) * (f.theta + multiplier * q.theta))
         outer_loss = here.outer_value()
         norm = stage.move_v([a + multiplier * b for a, b in zip(f.v, q_v, strict=True)])
         notes = {"multiplier": multiplier, "gap": gap}
         return BOMEState(pulled), StepInfo(outer_loss, float(torch.stack(losses).mean()), norm, 0, notes)
+
+    def _pulled_rate(self, stage: Stage) -> float:
+        """How far `pulled` moves along its direction."""
+        clock = stage.clock
+        if self.pulled_lr is not None:
+            return resolve_rate(self.pulled_lr, "pulled_lr").rate(clock)
+        bound = stage.theta.rate(clock)
+        if self.halved_after is not None:
+            bound = Power(bound, 1.0, offset=self.halved_after).rate(clock)
+        return min(stage.v.rate(clock), bound)
