@@ -1,29 +1,54 @@
-"""Bilevel optimisation: natural hypergradient descent and the methods it is compared with."""
+"""Bilevel optimisation: natural hypergradient descent and the methods it is compared with.
 
+Names are imported when they are asked for, so that `import nhgd` and the command line's help wait neither for torch nor, in
+the core, for what the estimators need.
+"""
+
+import sys
 from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nhgd import algorithm, execution, hypergradients, inverse, schedule, task
-from nhgd.check import Report, check
-from nhgd.data import Data
-from nhgd.errors import InputError, InverseWarning, NhgdError, NonFiniteError, RunError
-from nhgd.hypergradients import Hypergradient, hypergradient
-from nhgd.plan import Plan, plan
-from nhgd.problem import Bilevel, Losses
-from nhgd.solve import Solution, Solver
-
 if TYPE_CHECKING:
+    from nhgd import algorithm as algorithm
+    from nhgd import data as data
+    from nhgd import errors as errors
+    from nhgd import execution as execution
+    from nhgd import hypergradients as hypergradients
+    from nhgd import inverse as inverse
+    from nhgd import likelihood as likelihood
+    from nhgd import schedule as schedule
+    from nhgd import task as task
+    from nhgd.check import Report as Report
+    from nhgd.check import check as check
+    from nhgd.data import Data as Data
+    from nhgd.errors import InputError as InputError
+    from nhgd.errors import InverseWarning as InverseWarning
+    from nhgd.errors import NhgdError as NhgdError
+    from nhgd.errors import NonFiniteError as NonFiniteError
+    from nhgd.errors import RunError as RunError
     from nhgd.estimators.cleaner import LabelCleaner as LabelCleaner
     from nhgd.estimators.distiller import DatasetDistiller as DatasetDistiller
+    from nhgd.hypergradients import Hypergradient as Hypergradient
+    from nhgd.hypergradients import hypergradient as hypergradient
+    from nhgd.plan import Plan as Plan
+    from nhgd.plan import plan as plan
+    from nhgd.problem import Bilevel as Bilevel
+    from nhgd.problem import Losses as Losses
+    from nhgd.solve import Solution as Solution
+    from nhgd.solve import Solver as Solver
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Bilevel",
     "Data",
+    "DatasetDistiller",
     "Hypergradient",
     "InputError",
     "InverseWarning",
+    "LabelCleaner",
     "Losses",
     "NhgdError",
     "NonFiniteError",
@@ -43,11 +68,52 @@ __all__ = [
     "task",
 ]
 
-# They need scikit-learn, which the core does without; so they are imported when they are asked for.
-_ESTIMATORS = {"DatasetDistiller": "nhgd.estimators.distiller", "LabelCleaner": "nhgd.estimators.cleaner"}
+# Where the names are that are not modules themselves.
+_HOMES = {
+    "check": ("Report", "check"),
+    "data": ("Data",),
+    "errors": ("InputError", "InverseWarning", "NhgdError", "NonFiniteError", "RunError"),
+    "hypergradients": ("Hypergradient", "hypergradient"),
+    "plan": ("Plan", "plan"),
+    "problem": ("Bilevel", "Losses"),
+    "solve": ("Solution", "Solver"),
+    "estimators.cleaner": ("LabelCleaner",),
+    "estimators.distiller": ("DatasetDistiller",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_ESTIMATORS = ("DatasetDistiller", "LabelCleaner")
+
+if find_spec("sklearn") is None:  # so that `from nhgd import *` takes what there is
+    __all__.remove("DatasetDistiller")
+    __all__.remove("LabelCleaner")
 
 
-def __getattr__(name: str) -> Any:
-    if name in _ESTIMATORS:
-        return getattr(import_module(_ESTIMATORS[name]), name)
-    raise AttributeError(f"module 'nhgd' has no attribute {name!r}")
+class _Package(ModuleType):
+    """This module, where `check` and `plan` are functions, though files of these names are imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("check", "plan") and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*__all__, "__version__", *(name for name in super().__dir__() if name.startswith("__"))})
+
+
+sys.modules[__name__].__class__ = _Package
+
+if not TYPE_CHECKING:  # a type checker is to see the names above, and no others
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            try:
+                found = getattr(import_module(f"nhgd.{_HOME[name]}"), name)
+            except ModuleNotFoundError as error:
+                if name in _ESTIMATORS and (error.name or "").partition(".")[0] == "sklearn":
+                    raise ImportError(f"nhgd.{name} needs scikit-learn: pip install 'nhgd[cli]'.") from None
+                raise
+            globals()[name] = found
+            return found
+        if not name.startswith("_") and find_spec(f"nhgd.{name}") is not None:
+            return import_module(f"nhgd.{name}")
+        raise AttributeError(f"module 'nhgd' has no attribute {name!r}")

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from nhgd.cli.started import started_by_someone as started_by_someone
 from nhgd.errors import RunError
 from nhgd.execution.pulse import START
 from nhgd.execution.roles import Roles
@@ -48,11 +49,6 @@ LAUNCHER = "NHGD_LAUNCHER"  # in the environment of a process that was started h
 NOTICING = 6.0  # seconds for the others to notice that one is gone, and to say so
 LEAVING = 2.0  # seconds to end after being asked, or for the others to fail as one has
 SPOKEN = (1, 2, 130)  # exit codes of a process that has said why
-
-
-def started_by_someone() -> bool:
-    """Whether this process is one of several that torchrun, or `launch`, has started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @dataclass
