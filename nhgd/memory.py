@@ -52,3 +52,29 @@ def synchronise(device: torch.device) -> None:
     """Wait for the device, so that a clock read next is right."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+# How torch and NumPy say so where they raise no error of its own kind; the last three are sizes beyond any memory.
+_FULL = (
+    "can't allocate memory",
+    "not enough memory",
+    "Cannot allocate memory",
+    "Storage size calculation overflowed",
+    "array is too big",
+    "Maximum allowed dimension exceeded",
+    "numel: integer multiplication overflow",
+)
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """A sentence where an error says that memory does not suffice, of a GPU or of the machine; else None.
+
+    >>> out_of_memory(MemoryError())
+    'The memory does not suffice. Choose smaller sizes or batches, or a larger machine.'
+    """
+    said = str(error)
+    of_its_kind = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    if not of_its_kind and not (isinstance(error, (RuntimeError, ValueError)) and any(text in said for text in _FULL)):
+        return None
+    first = said.splitlines()[0].removesuffix(".") if said else ""
+    return f"The memory does not suffice{f': {first}' if first else ''}. Choose smaller sizes or batches, or a larger machine."

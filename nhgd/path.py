@@ -64,4 +64,5 @@ def check_file(path: Path) -> None:
         raise InputError(f"{str(path)!r} cannot be read: {error}.") from error
     if not stat.S_ISREG(mode):
         kind = next((word for is_kind, word in _KINDS if is_kind(mode)), "something else")
-        raise InputError(f"{path} cannot be read: it is {kind}, not a file. Copy what it gives into a file first.")
+        remedy = "Name a file in it." if kind == "a folder" else "Copy what it gives into a file first."
+        raise InputError(f"{path} cannot be read: it is {kind}, not a file. {remedy}")

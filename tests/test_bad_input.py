@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import gzip
 import os
+import socket
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -14,9 +17,10 @@ import pytest
 import torch
 
 import nhgd
-from nhgd.data.idx import read_images
-from nhgd.data.table import Features, UnseenCategoryWarning, read_table
+from nhgd.data.idx import read_idx, read_images
+from nhgd.data.table import Features, Table, UnseenCategoryWarning, read_table
 from nhgd.errors import unknown
+from nhgd.memory import out_of_memory
 from nhgd.task.labels import with_every_class
 from tests import idx_files
 from tests.commands import answer, invoke, refusal, strict_json
@@ -419,3 +423,191 @@ def test_nan_and_inf_in_arrays(bad, fit):
 def test_a_name_in_capitals_is_near():
     assert "Did you mean 'colour'?" in str(unknown("column", "Colour", ["colour", "size"]))
     assert "Did you mean 'COLOUR'?" in str(unknown("column", "colour", ["COLOUR", "size"]))
+
+
+@pytest.mark.parametrize(
+    ("train", "trusted", "words"),
+    [
+        ("1e99", "1", "Trusted sample 0 lies too far from all others in feature 1"),
+        ("1", "1e99", "Trusted sample 0 lies too far from all others in feature 1"),
+        ("1", "1e30", "lies too far"),
+    ],
+)
+def test_a_column_whose_numbers_overflow_is_refused(train, trusted, words):
+    sentence = refusal(
+        *clean(
+            text([[r[0], train, *r[2:]] for r in TRAIN]), text([[r[0], trusted, *r[2:]] for r in TRUSTED]), "--seed", 1
+        )
+    )
+    assert words in sentence
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "/dev/zero", "/dev/null", "link to /dev/zero"])
+def test_what_is_no_file_is_not_opened(kind, tmp_path):
+    place = Path("x")
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(place))
+    elif kind == "folder":
+        place.mkdir()
+    elif kind.startswith("link"):
+        place.symlink_to("/dev/zero")
+    else:
+        place = Path(kind)
+    assert "cannot be read: it is a" in refusal("clean", place, "--label", "y")
+    with pytest.raises(nhgd.InputError, match="cannot be read: it is a"):
+        read_idx(place)
+    good = clean(text(TRAIN), GOOD)
+    assert "cannot be read: it is a" in refusal(*good, "--trusted", place)
+    folder = tmp_path / "images"
+    idx_files.write(folder, idx_files.image_set())
+    spoilt = folder / "train-images-idx3-ubyte"
+    spoilt.unlink()
+    spoilt.symlink_to(place.absolute())
+    assert "train-images" in refusal("run", "cleaning", "--set", "dataset=mnist", "--data", folder)
+
+
+def test_no_more_bytes_are_unpacked_than_any_image_set_has():
+    head = b"\0\0\x08\x03" + (2**20).to_bytes(4, "big") + (1024).to_bytes(4, "big") + (1).to_bytes(4, "big")
+    Path("bomb").write_bytes(head)
+    with pytest.raises(nhgd.InputError, match="claims 1048576 x 1024 x 1 bytes, which is no image set"):
+        read_idx(Path("bomb"))
+
+
+class Header(list):
+    """Column names that must not be walked through for each column."""
+
+    def index(self, *_):
+        raise AssertionError("the header was searched")
+
+    __contains__ = index
+
+
+def test_a_wide_table_is_read_in_one_go():
+    """Each column is found by its name at once: 10^5 of them took half an hour when each was searched for."""
+    names = [f"c{i}" for i in range(1000)]
+    wide = Table(Path("t.csv"), Header(names), [["1"] * 1000, ["2"] * 1000])
+    assert Features().fit(wide, names).transform(wide).tolist() == [[1.0] * 1000, [2.0] * 1000]
+
+
+def test_a_sentence_does_not_list_ten_thousand_names():
+    header = [f"c{i}" for i in range(10_000)]
+    sentence = refusal(*clean(text([["1"] * 9_999 + ["a"], ["2"] * 9_999 + ["b"]], header)))
+    assert "There is no column" in sentence
+    assert len(sentence) < 2000
+    assert "and 9900 more" in sentence
+
+
+@pytest.mark.parametrize("option", ["--out", "--data", "--method", "--preset", "--execution", "--checkpoint"])
+def test_an_empty_value_is_refused(option):
+    for given in ((option, ""), (f"{option}=",)):
+        assert refusal("run", "quadratic", *given) == f"{option} is empty. Give it a value, or leave it away."
+
+
+@pytest.mark.parametrize("option", ["--out", "--checkpoint"])
+@pytest.mark.parametrize("name", ["x" * 300, "/".join(["x" * 200] * 30), "é" * 200])
+def test_a_name_that_cannot_be_is_found_out_before_the_work(option, name, monkeypatch):
+    monkeypatch.setattr(nhgd.Solver, "run", None)
+    sentence = refusal("run", "quadratic", "--preset", "quick", option, name)
+    assert sentence.startswith(option)
+    assert sentence.endswith("Name another place.")
+    assert "--out" in refusal(*clean(text(TRAIN), GOOD, out=name)[:-2], "--out", name)
+
+
+def test_the_longest_name_that_can_be_is_written():
+    """Beside it there is a file of another name for a while, which must not be longer."""
+    longest = "x" * 251 + ".csv"
+    answer(*clean(text(TRAIN), GOOD, out=longest))
+    assert len(read(longest)) == len(TRAIN)
+
+
+@pytest.mark.parametrize("name", ["result.json", "history.jsonl", "curve.png"])
+def test_a_folder_where_a_result_is_to_be_is_found_out_before_the_work(name, monkeypatch):
+    monkeypatch.setattr(nhgd.Solver, "run", None)
+    Path("out", name).mkdir(parents=True)
+    assert f"has a folder {name}" in refusal("run", "quadratic", "--preset", "quick", "--out", "out")
+
+
+def test_sentences_with_other_peoples_characters_take_one_line():
+    odd = "a\nb\x1b[31m\r\u202e"
+    for args in (("run", "cleaning", "--data", odd), ("run", odd), ("clean", odd, "--label", "y"), (odd,)):
+        sentence = refusal(*args)
+        assert r"a\nb\x1b[31m" in sentence
+        assert sentence.isprintable()
+    header = text(TRAIN, ["size", "weighed", f'"{odd}"', "y"])
+    sentence = refusal(*clean(header, GOOD, label="yy"))
+    assert sentence.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(10**8, "memory does not suffice"), (10**13, "memory does not suffice"), (10**30, "between -2^63 and 2^63")],
+)
+def test_more_than_the_machine_has_is_a_sentence(size, words):
+    sentence = refusal("run", "quadratic", "--set", f"dim={size}", code=2 if size > 2**63 else 1)
+    assert words in sentence
+
+
+def test_what_says_that_memory_is_full():
+    for error in (
+        MemoryError(),
+        MemoryError("Unable to allocate 7.45 GiB"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you ..."
+        ),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore"),
+    ):
+        sentence = out_of_memory(error)
+        assert sentence.startswith("The memory does not suffice")
+        assert "\n" not in sentence
+    with pytest.raises(MemoryError) as caught:
+        np.zeros(2**50)
+    assert "Unable to allocate" in out_of_memory(caught.value)
+    with pytest.raises(RuntimeError) as full:
+        torch.zeros(2**45)
+    assert "can't allocate memory" in out_of_memory(full.value)
+    for other in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("x"), KeyError("memory")):
+        assert out_of_memory(other) is None
+
+
+def shell(line):
+    """The exit code and the two streams of a command line, in a process of its own."""
+    here = {"PYTHONPATH": str(Path(nhgd.__file__).parents[1]), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    words = ["bash", "-c", f'"$PYTHON" -m nhgd {line}']
+    done = subprocess.run(words, env=os.environ | here, capture_output=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_stream_that_is_full():
+    sentence = b"Error: Standard output could not be written: No space left on device.\n"
+    assert shell("list --json > /dev/full") == (1, b"", sentence)
+    code, out, _ = shell("lst --json 2> /dev/full")
+    assert code == 2
+    assert "Did you mean 'list'" in strict_json(out)["error"]
+
+
+def test_a_stream_that_is_closed():
+    assert shell("list >&-") == (1, b"", b"Error: Standard output could not be written: Bad file descriptor.\n")
+    code, out, err = shell("run quadratic --preset quick --steps 2 --out r --json 2>&-")
+    assert (code, err) == (0, b"")
+    assert strict_json(out)["steps"] == 2
+    assert len(list(Path("r").iterdir())) == 3
+
+
+def test_bytes_that_are_no_text():
+    code, out, err = shell("run quadratic --preset quick --steps 1 --out $'r\\xff'")
+    assert (code, err) == (0, b"")
+    assert rb"r\udcff" in out
+    assert {path.name for path in Path(os.fsdecode(b"r\xff")).iterdir()} == {
+        "result.json",
+        "history.jsonl",
+        "curve.png",
+    }
+    found = strict_json((Path(os.fsdecode(b"r\xff")) / "result.json").read_text())
+    assert found["out"] == r"r\udcff"
+    odd = os.fsdecode(b"\xff")
+    for args in (("run", odd), ("run", "quadratic", "--set", f"dim={odd}"), ("clean", odd, "--label", "y"), (odd,)):
+        assert r"\udcff" in refusal(*args)

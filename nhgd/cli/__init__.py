@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from nhgd.cli.streams import prepare
+
 
 def main() -> None:
     """What the console script calls. It works, and says what is missing, where the core alone is installed."""
+    prepare()
     try:
         from nhgd.cli.program import app
     except ModuleNotFoundError as error:

@@ -15,6 +15,7 @@ from nhgd.cli.options import Device, Json, Seed, checked_seed, device_called
 from nhgd.cli.output import check_folder, console, folder, print_json, table
 from nhgd.data.table import Features, Table, labels, read_table
 from nhgd.errors import InputError
+from nhgd.path import check_name
 
 ADDED = ("weight", "suspect", "suggested_label")
 
@@ -100,6 +101,7 @@ def _cleaner() -> Any:
 
 def _check_out(out: Path, train: Path, trusted: Path | None) -> None:
     """Refuse, before anything is read, a file that cannot be written or must not be."""
+    check_name("--out", out)
     check_folder(out.parent)
     if out.is_dir():
         raise InputError(f"--out {out} is a folder. Name a file, for example {out / 'weights.csv'}.")

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nhgd.errors import InputError, RunError
+from nhgd.path import check_name
 
 
 def jsonable(value: Any) -> Any:
@@ -25,7 +26,9 @@ def jsonable(value: Any) -> Any:
     >>> jsonable({"a": float("nan"), "b": (1, 2.5), "c": torch.float64})
     {'a': None, 'b': [1, 2.5], 'c': 'float64'}
     """
-    if value is None or isinstance(value, (bool, int, str)):
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")  # a path need not be text
+    if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -68,8 +71,9 @@ def number(value: Any, form: str = ".4g") -> str:
     return format(value, form)
 
 
-def check_folder(path: Path) -> None:
-    """Refuse, without writing anything, a folder that cannot be made or written to."""
+def check_folder(path: Path, *files: str) -> None:
+    """Refuse, without writing anything, a folder that cannot be made or written to, or where a file's name is taken."""
+    check_name("--out", path)
     place = path.absolute()
     while not os.path.lexists(place):
         place = place.parent
@@ -77,6 +81,9 @@ def check_folder(path: Path) -> None:
         raise InputError(f"--out {path} cannot be a folder: {place} is a file. Name another place.")
     if not os.access(place, os.W_OK | os.X_OK):
         raise InputError(f"--out {path} cannot be written: {place} does not allow it. Name another place.")
+    for name in files:
+        if (path / name).is_dir():
+            raise InputError(f"--out {path} has a folder {name}, where a file is to be written. Name another place.")
 
 
 class Folder:
@@ -88,7 +95,8 @@ class Folder:
     def write(self, name: str, make: Callable[[Path], Any]) -> Path:
         """Let `make` write a file of another name beside, then give it its own."""
         final = self.path / name
-        draft = self.path / f".{final.stem}-{os.getpid()}{final.suffix}"
+        # Of its name only the ending, by which pictures know their format: with more it might be too long.
+        draft = self.path / f".draft-{os.getpid()}{final.suffix if len(final.suffix) < 10 else ''}"
         try:
             make(draft)
             os.replace(draft, final)

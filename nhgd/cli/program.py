@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any
@@ -19,6 +21,7 @@ from typer.main import get_command, get_group
 
 import nhgd
 from nhgd.cli.started import started_by_someone
+from nhgd.cli.streams import mute, printable
 from nhgd.errors import InputError, RunError, unknown
 
 
@@ -90,32 +93,37 @@ class Program(TyperGroup):
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             try:
+                _refuse_empty(given)
                 code = super().main(given, *more, **extra)
+                sys.stdout.flush()  # so that what fails, fails here
             except InputError as error:
                 code = _fail(str(error), 2, given)
             except RunError as error:
                 code = _fail(str(error), 1, given)
-            except MemoryError as error:
-                code = _full(error, given)
             except KeyboardInterrupt as stop:
                 code = _interrupted(given, stop)
             except BrokenPipeError:
-                # The reader went away, as `| head` does; nothing more can be said to it.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                mute()  # the reader went away, as `| head` does
                 code = 1
+            except OSError as error:
+                code = _fail(_refused(error), 1, given)
             except Exception as error:
                 # Typer's own errors, whose classes live in click or in typer, depending on its version.
                 if type(error).__name__ == "Abort":
                     code = _interrupted(given)
                 elif hasattr(error, "format_message"):
                     code = _fail(_usage(error), 2, given)
-                elif type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for a word of help
-                    code = _full(error, given)
                 else:
-                    raise
+                    from nhgd.memory import out_of_memory  # and torch, which is there by now if it is its error
+
+                    full = out_of_memory(error)
+                    if full is None:
+                        raise
+                    code = _fail(full, 1, given)
         if code and started_by_someone():
             # Threads that wait for a lost process inside torch could hold up an orderly end.
-            sys.stdout.flush()
+            with suppress(OSError):
+                sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
         sys.exit(code or 0)
@@ -144,14 +152,29 @@ def _usage(error: Any) -> str:
     return str(error.format_message())
 
 
-def _full(error: Exception, given: list[str]) -> int:
-    return _fail(f"The memory does not suffice: {str(error).splitlines()[0] if str(error) else 'full'}", 1, given)
+def _refuse_empty(given: list[str]) -> None:
+    """An option with nothing as its value would mean the current folder, or the default, without a word."""
+    for before, argument in zip(["", *given], given, strict=False):
+        if not argument or (argument.startswith("--") and argument.endswith("=") and argument.count("=") == 1):
+            name = argument.rstrip("=") or (before if before.startswith("-") else "An argument")
+            raise InputError(f"{name} is empty. Give it a value, or leave it away.")
+
+
+def _refused(error: OSError) -> str:
+    """What the files of a command may do is said where they are opened; this is the machine, or standard output."""
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EFBIG, errno.EDQUOT):
+        mute()
+        return f"Standard output could not be written: {error.strerror}."
+    return f"The system refused:{f' {error.filename}' if error.filename else ''} {error.strerror or error}."
 
 
 def _fail(sentence: str, code: int, given: list[str]) -> int:
+    sentence = printable(sentence)
     print(f"Error: {sentence}", file=sys.stderr)
     if "--json" in given and os.environ.get("RANK", "0") == "0":  # of several processes one speaks
-        print(json.dumps({"error": sentence}))
+        with suppress(OSError):
+            print(json.dumps({"error": sentence}))
+            sys.stdout.flush()
     return code
 
 
@@ -160,7 +183,7 @@ def _interrupted(given: list[str], stop: KeyboardInterrupt | None = None) -> int
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"Warning: {message}", file=sys.stderr)
+    print(f"Warning: {printable(str(message))}", file=sys.stderr)
 
 
 app = typer.Typer(

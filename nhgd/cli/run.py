@@ -37,6 +37,7 @@ from nhgd.cli.settings import for_execution, for_run, for_task, parse
 from nhgd.errors import InputError, RunError
 from nhgd.execution import Distributed
 from nhgd.execution import resolve as resolve_execution
+from nhgd.path import check_name
 from nhgd.solve import Solution, seconds
 from nhgd.task import Instance
 from nhgd.task.paper import EXPERIMENTS, TABLE, paper
@@ -86,7 +87,7 @@ def run(
     if budget is not None:
         seconds(budget)
     if out is not None:
-        check_folder(out)
+        check_folder(out, "result.json", "history.jsonl", "curve.png")
     kept = _kept(checkpoint, checkpoint_every, resume, out)
     where = device_called(device)
     _check_restarts(max_restarts, execution, resume)
@@ -196,6 +197,8 @@ def _kept(checkpoint: Path | None, every: str | None, resume: bool, out: Path | 
         if out is None:
             raise InputError("--resume needs to know where the run was kept. Add --checkpoint DIR, or --out DIR.")
         checkpoint = out / "checkpoint"
+    if checkpoint is not None:
+        check_name("--checkpoint", checkpoint)
     if checkpoint is None:
         if every is not None:
             raise InputError("--checkpoint-every needs a place to write to. Add --checkpoint DIR.")

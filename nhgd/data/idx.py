@@ -16,7 +16,9 @@ import numpy as np
 
 from nhgd.data.fetch import cache
 from nhgd.errors import InputError
+from nhgd.path import check_file
 
+LARGEST = 2**29  # bytes of one file, unpacked; MNIST has 47 million
 _FILES = {
     "train_images": "train-images-idx3-ubyte",
     "train_labels": "train-labels-idx1-ubyte",
@@ -40,6 +42,7 @@ def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
     Which of the two it is, its first bytes tell: browsers unpack files and leave the name as it was.
     """
+    check_file(path)
     try:
         with open(path, "rb") as start:
             packed = start.read(2) == b"\x1f\x8b"
@@ -66,9 +69,10 @@ def _parse(file: BufferedIOBase, path: Path) -> np.ndarray[Any, np.dtype[np.uint
         raise InputError(f"{path} ends within its header. Download it again.")
     shape = struct.unpack(f">{head[3]}I", sizes)
     expected = math.prod(shape)
-    if expected > 2**31:
+    if expected > LARGEST:
         raise InputError(
-            f"{path} claims {' x '.join(map(str, shape))} bytes, which is no image set. Download it again."
+            f"{path} claims {' x '.join(map(str, shape))} bytes, which is no image set: {LARGEST} are read at"
+            " most. Download it again."
         )
     data = file.read(expected + 1)
     if len(data) != expected:
@@ -90,6 +94,8 @@ def find(name: str, data: str | Path | None, cached: bool = False) -> Path | Non
     if not asked:
         folder = cache() / name
         return folder if cached and all(_file(folder, stem) for stem in _FILES.values()) else None
+    if "\0" in asked:
+        raise InputError("--data holds a zero byte, which no name can. Point it at the IDX files.")
     root = Path(asked).expanduser()
     if not root.is_dir():
         what = f"{root} is a file, not a folder." if root.exists() else f"There is no folder {root}."

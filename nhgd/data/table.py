@@ -8,12 +8,14 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nhgd.errors import InputError, unknown
+from nhgd.path import check_file
 
 MISSING = {"", "na", "n/a", "#n/a", "<na>", "nan", "-nan", "null", "none", "?"}
 LARGEST = 1e100  # squares of what lies beyond overflow
@@ -32,16 +34,22 @@ class Table:
     header: list[str]
     rows: list[list[str]]
 
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        """Where each column stands; a table may have very many."""
+        return {name: place for place, name in enumerate(self.header)}
+
     def column(self, name: str) -> list[str]:
         """The cells of a column."""
-        if name not in self.header:
+        if name not in self._places:
             raise unknown(f"column of {self.path.name}", name, self.header)
-        place = self.header.index(name)
+        place = self._places[name]
         return [row[place] for row in self.rows]
 
 
 def read_table(path: Path) -> Table:
     """Read a CSV file with a header, and refuse one that is empty or ragged, naming the row."""
+    check_file(path)
     reader = None
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:

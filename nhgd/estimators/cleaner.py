@@ -24,6 +24,7 @@ from nhgd.task.weighting import ByLoss
 from nhgd.validation import check_settings
 
 Array = np.ndarray[Any, Any]
+FARTHEST = 1e8  # deviations of a feature; powers of what lies farther overflow in float32
 
 
 class NoTrustedSetWarning(UserWarning):
@@ -189,11 +190,13 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         for start in range(0, len(X), self.batch_size):
             piece = slice(start, start + self.batch_size)
             rows[piece] = torch.as_tensor((X[piece] - self._center) / self._scale, dtype=torch.float32)
-        if not bool(torch.isfinite(rows).all()):
-            row = int(torch.isfinite(rows).all(1).int().argmin())
-            raise InputError(
-                f"Trusted sample {row} lies too far from all others to compute with. Correct it, or leave it out."
-            )
+            far = ~(rows[piece].abs() <= FARTHEST)  # nan is far, too
+            if bool(far.any()):
+                row, feature = (int(place) for place in torch.nonzero(far)[0])
+                raise InputError(
+                    f"Trusted sample {start + row} lies too far from all others in feature {feature} to compute with. Correct it,"
+                    " or leave the sample or the feature out."
+                )
         return rows
 
     def _learn(self, noisy: Split, extra: Split, outer_set: Split, robust: bool, seed: int) -> tuple[nn.Linear, Tensor]:

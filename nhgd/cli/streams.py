@@ -1,0 +1,66 @@
+"""Standard output and standard error as commands need them: there, and able to print anything."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Any
+
+
+def prepare() -> None:
+    """Before anything else is opened: fill what was closed, and let no character and no full disk end a run.
+
+    A standard output that was closed stays one that cannot be written, so that a command whose answer is lost says so.
+    """
+    for number, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest number that is free is taken, so this fills the gap; else the next file opened would be it.
+            os.open(os.devnull, flags)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  for the life of the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if sys.stderr is None or isinstance(sys.stderr, io.TextIOWrapper):
+        encoding = "utf-8" if sys.stderr is None else sys.stderr.encoding
+        sys.stderr = Unfailing(open(2, "wb", buffering=0, closefd=False), encoding=encoding)  # noqa: SIM115
+
+
+class Unfailing(io.TextIOWrapper):
+    """What is said on the side. Where it cannot be written it is lost, and the work goes on."""
+
+    def __init__(self, buffer: Any, encoding: str) -> None:
+        super().__init__(buffer, encoding=encoding, errors="backslashreplace", write_through=True)
+
+    def write(self, text: str) -> int:
+        """Write, or not."""
+        try:
+            return super().write(text)
+        except OSError:
+            return len(text)
+
+    def flush(self) -> None:
+        """Nothing waits to be written, but a wrapper may ask."""
+        try:
+            super().flush()
+        except OSError:
+            return
+
+
+def mute() -> None:
+    """Nothing more can be said to whoever read standard output; what it still holds goes nowhere, also at the exit."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # a stream of a test, which has no number
+        return
+
+
+def printable(text: str) -> str:
+    """One line that a terminal shows as it is: line breaks, escapes and bytes that are no text are spelt out.
+
+    >>> print(printable("a\\nb\\x1b[31m"))
+    a\\nb\\x1b[31m
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
