@@ -103,6 +103,7 @@ GOOD = text(TRUSTED)
         (text(changed(TRAIN, 4, "y", "")), ["row 4: nothing in the label column 'y'", "Give the row a label"]),
         (text(changed(TRAIN, 4, "y", "none")), ["row 4: 'none', which reads as missing, in the label column"]),
         (text(changed(TRAIN, 4, "size", "inf")), ["row 4: 'inf' in the column 'size'", "Correct it"]),
+        (text([["inf", *row[1:]] for row in TRAIN]), ["row 1: 'inf' in the column 'size'"]),
         (text(changed(TRAIN, 4, "size", "1e400")), ["row 4: '1e400' in the column 'size'"]),
         (text(changed(TRAIN, 4, "size", "1e300")), ["row 4: 1e300 in the column 'size' is too large"]),
         (text(changed(TRAIN, 4, "size", "abc")), ["row 4: 'abc' in the column 'size'", "--categorical"]),

@@ -109,11 +109,11 @@ def missing(cell: str) -> bool:
 
 
 def _number(cell: str) -> float | None:
+    """A number as it is written, infinite ones among them."""
     try:
-        found = float(cell)
+        return float(cell)
     except ValueError:
         return None
-    return found if math.isfinite(found) else None
 
 
 @dataclass
@@ -180,7 +180,7 @@ class Features:
         if missing(cell):
             return self.medians.get(name, 0.0)
         found = _number(cell)
-        if found is None:
+        if found is None or not math.isfinite(found):
             raise InputError(
                 f"{table.path}, row {row}: {cell.strip()!r} in the column {name!r}, whose other cells are numbers. Correct it,"
                 " or empty it and pass --impute; if the numbers stand for categories, pass --categorical."
