@@ -257,21 +257,43 @@ class Bilevel:
             stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
             yield
 
+    def refuse_inference(self) -> None:
+        """Refuse to begin where torch takes no derivatives."""
+        if torch.is_inference_mode_enabled():
+            raise InputError(
+                "torch.inference_mode is on, and inside it no derivative can be taken. Leave that block first; torch.no_grad does"
+                " no harm here."
+            )
+
+    def _on(self, name: str, batch: Batch, function: Callable[[Batch], Any]) -> Any:
+        """The user's function on its first batch; a batch with too few entries gets a sentence."""
+        try:
+            return function(batch)
+        except (IndexError, ValueError) as error:
+            short = isinstance(error, IndexError) or "unpack" in str(error)
+            if isinstance(error, InputError) or not short or not isinstance(batch, (tuple, list)):
+                raise
+            raise InputError(
+                f"{name}() failed on a batch of {len(batch)} entries: {type(error).__name__}: {error}. If it expects the index of"
+                " each sample behind them, which nhgd.Data adds, give (x, y, torch.arange(len(x))) in place of (x, y)."
+            ) from error
+
     def validate(self, inner_batch: Batch, outer_batch: Batch) -> None:
         """Evaluate both functions once and refuse, with a sentence, what no method could work with."""
+        self.refuse_inference()
         for name, batch in (("inner", inner_batch), ("outer", outer_batch)):
             bad = first_bad(batch)
             if bad:
                 raise InputError(f"The {name} batch holds nan or inf: {bad}. Remove or impute such samples first.")
         with self.guarded(seed=0), torch.enable_grad():
-            losses = self.losses(inner_batch)
+            losses = self._on("inner", inner_batch, self.losses)
             self.check_finite(losses)
             self._check_ridge()
             data = losses.mean()
             # Without the ridge, which depends on theta whatever inner() does.
             in_theta = _gradients(data, self.theta.leaves)
             in_v = _gradients(data + self.ridge(), self.v.leaves)
-            value = self.outer_value(outer_batch)
+            value = self._on("outer", outer_batch, self.outer_value)
             if not bool(torch.isfinite(value)):
                 raise InputError(f"The outer loss is {value.item()} at the starting point.")
             outer = _gradients(value, (*self.theta.leaves, *self.v.leaves))

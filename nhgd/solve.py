@@ -47,7 +47,7 @@ class Solution:
             far, and the metrics; and of the executor: lag (records that the curvature of the solve lacked), largest_lag (the
             most that were outstanding during the inner loop), inner_seconds, curvature_seconds, waited_seconds, overlap
             (the part of the curvature's time that the inner loop did not wait for) and bytes_sent.
-        stats: method, steps, seconds, oracle calls, execution.
+        stats: method, steps, seconds, oracle calls, poor_solves (outer steps whose linear solve was in trouble), execution.
         result: why the run ended: "steps", "budget", "plateau", or "stopped" when the caller's own loop ended it.
     """
 
@@ -279,6 +279,7 @@ class Solver:
 
     def _advance(self) -> Row:
         problem, clock = self.problem, self.stage.clock
+        problem.refuse_inference()
         theta, v = problem.theta.flat(), problem.v.flat()
         buffers = self._buffers()
         before = self.executor.measured()
@@ -470,6 +471,7 @@ class Solver:
             "steps": self.stage.clock.k,
             "seconds": self.seconds,
             "oracle_calls": self.stage.calls.as_dict(),
+            "poor_solves": sum(bool(row.get("poor_solve")) for row in self.history),
             "execution": {
                 "name": self.executor.name,
                 "processes": traffic.processes,

@@ -126,6 +126,11 @@ class Variable:
             raise InputError(
                 f"{where} is the result of a computation, so it cannot be trained in place. Pass {where}.detach()."
             )
+        if tensor.is_inference():
+            raise InputError(
+                f"{where} was made inside torch.inference_mode, so no derivative in it can be taken. Make it, or clone() it"
+                " outside."
+            )
         if not bool(torch.isfinite(tensor).all()):
             raise InputError(f"{where} holds nan or inf before the first step.")
 

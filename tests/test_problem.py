@@ -334,3 +334,25 @@ def test_the_ridge_as_one_number_is_what_stands_in_its_diagonal() -> None:
     assert made(torch.zeros(3), lambda v: v.exp().sum()).ridge_number() is None
     mixed = made({"a": torch.zeros(2), "b": torch.zeros(2, dtype=torch.float64)}, 0.1)
     assert mixed.ridge_number() is None
+
+
+def test_inference_mode_is_named_as_the_cause() -> None:
+    """Inside it nothing has a derivative, whatever inner() does."""
+    from tests.catalogue import weighted_logistic
+
+    problem, inner, outer = weighted_logistic()
+    solver = nhgd.Solver(problem, [inner], [outer], method="aid-cg")
+    with torch.inference_mode():
+        for call in (
+            lambda: problem.validate(inner, outer),
+            lambda: nhgd.hypergradient(problem, inner, outer),
+            lambda: nhgd.check(problem, inner, outer),
+            lambda: nhgd.Solver(problem, [inner], [outer], method="aid-cg"),
+            lambda: solver.run(steps=1),
+            solver.step,
+        ):
+            with pytest.raises(nhgd.InputError, match=r"torch.inference_mode is on.*Leave that block"):
+                call()
+        born = torch.zeros(2)
+    with pytest.raises(nhgd.InputError, match=r"theta was made inside torch.inference_mode.*clone\(\) it outside"):
+        nhgd.Bilevel(lambda theta, v, x: (theta - v) * x, lambda theta, v, x: theta.sum(), born, torch.zeros(2))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from nhgd.data.batch import Batch, fingerprint, first_bad, move
 from nhgd.errors import InputError
@@ -216,6 +217,18 @@ class Stream:
                     f" {self.name}=nhgd.Data(...), which can be walked again."
                 )
         self._own_to(position["own"])
+
+
+def one_batch(given: Any, name: str) -> Batch:
+    """What was given as one batch, unless it is a walk over many."""
+    if isinstance(given, (Data, DataLoader, Iterator)):
+        kind = type(given).__name__
+        example = "next(iter(data))" if not isinstance(given, Iterator) else "next(batches)"
+        raise InputError(
+            f"{name} must be one batch, such as (x, y, index), but it is a {kind}, which yields batches. Pass"
+            f" {name}={example}, or all samples as one batch; inner_data= takes the {kind} itself."
+        )
+    return given
 
 
 def reiterable(source: Iterable[Batch], name: str) -> Iterable[Batch]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from nhgd.data.batch import Batch, move
-from nhgd.data.loader import reiterable
+from nhgd.data.loader import one_batch, reiterable
 from nhgd.errors import InputError, NonFiniteError, check_seed
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
 from nhgd.hypergradients.implicit import Implicit, implicit
@@ -67,11 +67,14 @@ def hypergradient(
             " estimator='implicit'."
         )
     device = problem.theta.device
-    batches = [inner_batch] if inner_data is None else list(reiterable(inner_data, "inner_data"))
+    if inner_data is None:
+        batches = [one_batch(inner_batch, "inner_batch")]
+    else:
+        batches = list(reiterable(inner_data, "inner_data"))
     if not batches:
         raise InputError("inner_data yields no batch. Give it at least one, for example [(x, y)].")
     batches = [move(batch, device) for batch in batches]
-    outer_batch = move(outer_batch, device)
+    outer_batch = move(one_batch(outer_batch, "outer_batch"), device)
     problem.validate(batches[0], outer_batch)
     found = resolve_inverse("cg" if inverse is None else inverse)
     made = chosen.estimate(problem, batches, outer_batch, found, seed)
