@@ -185,6 +185,7 @@ def test_the_levels_are_those_of_a_linear_recursion():
     [L2.preset("quick"), Cleaning.preset("quick").with_settings({"weights": "clip", "momentum": 0.0, "start": None})],
     ids=lambda task: task.name,
 )
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")  # some inverses are rough on purpose
 def test_lowers_the_outer_loss_of_real_problems(case, task):
     instance = task.build(0, CPU)
     history = run(case, instance, 25).history

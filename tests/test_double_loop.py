@@ -192,6 +192,7 @@ def test_stocbio_with_its_own_batches_by_hand(B, mu, sizes):
         assert not torch.equal(data.taken[0], data.taken[K])
 
 
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")  # the series is short
 def test_stocbio_on_few_samples_is_the_neumann_baseline():
     """As in the paper's distillation with five images a class: full batches leave nothing of the rule."""
     make = catalogue.weighted_logistic
@@ -219,6 +220,7 @@ def test_amigo_by_hand(make, halves, warm):
     torch.testing.assert_close(running._state.adjoint, x, **CLOSE)
 
 
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")  # few steps of SGD
 def test_amigo_with_full_batches_is_aid_with_sgd():
     v, *_ = stepped(catalogue.mlp_module, AmIGO(K=5, beta=0.1), 4)
     w, *_ = stepped(catalogue.mlp_module, AID(QuadraticSGD(steps=5, beta=0.1)), 4)

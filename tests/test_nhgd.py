@@ -292,6 +292,7 @@ def test_a_long_hypergradient_is_clipped():
     [KFAC(overhead=0.2), EKFAC(overhead=0.2), FisherDiagonal(overhead=0.2), refined(KFAC(overhead=0.2), steps=2)],
     ids=lambda inverse: inverse.name,
 )
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")  # a few steps of refinement are not enough
 def test_the_clock_chooses_periods_and_the_choice_repeats_the_run(algorithm, inverse):
     """On batches in random order, so that measuring must not draw one."""
 

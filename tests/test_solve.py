@@ -275,6 +275,7 @@ def test_warm_solve_saves_products():
     assert products(True) < 0.9 * products(False)
 
 
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")  # one step is not enough
 def test_batches_all_is_one_pass_over_the_data():
     instance = small(batch=10)
     solution = solver(instance, method=AID(CG(steps=1), batches="all", warm_solve=False)).run(steps=1)

@@ -77,7 +77,8 @@ class AID(AbstractAlgorithm):
         losses = [stage.inner_step() for _ in range(stage.settings.inner_steps)]
         found, lag = stage.implicit(stage.inner_batches(self.batches), state.adjoint if self.warm_solve else None)
         norm = stage.move_v(found.leaves)
-        info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, lag, {"residual": found.stats.residual})
+        notes = {"residual": found.stats.residual, "poor_solve": found.stats.trouble is not None}
+        info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, lag, notes)
         return AIDState(state.theta, found.adjoint), info
 
 

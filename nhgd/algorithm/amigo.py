@@ -62,7 +62,8 @@ class AmIGO(AbstractAlgorithm):
             positive("AmIGO", beta=self.beta)
 
     def init(self, stage: Stage) -> AmIGOState:
-        """x begins at zero."""
+        """x begins at zero, and comes near a solution over many outer steps."""
+        stage.complaints.patient = True
         return AmIGOState(None, self.beta)
 
     def step(self, stage: Stage, state: AmIGOState) -> tuple[AmIGOState, StepInfo]:
@@ -79,9 +80,10 @@ class AmIGO(AbstractAlgorithm):
             return stage.point([batch], None).cross(x)
 
         start = state.adjoint if self.warm_start else None
-        found = implicit(at, QuadraticSGD(steps=self.K, beta=beta), None, start, cross)
+        found = implicit(at, QuadraticSGD(steps=self.K, beta=beta), None, start, cross, None, stage.complaints)
         norm = stage.move_v(found.leaves)
-        info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, notes={"beta": beta})
+        notes = {"beta": beta, "poor_solve": found.stats.notes["diverged"]}
+        info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, notes=notes)
         if self.beta is None and _diverges(found, start):
             return AmIGOState(None, beta / 2), info
         return AmIGOState(found.adjoint, beta), info

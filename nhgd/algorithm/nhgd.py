@@ -166,6 +166,7 @@ class NHGD(AbstractAlgorithm):
         found, lag = stage.implicit(batches, state.adjoint, along if self.cross == "trajectory" else None)
         norm = stage.move_v(found.leaves)
         notes = {"inverse": inverse.name, "residual": found.stats.residual}
+        notes["poor_solve"] = found.stats.trouble is not None
         if state.marquardt is not None:
             notes |= {"damping": state.marquardt.damping, "taken_back": state.marquardt.taken_back}
         info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, lag, notes)

@@ -99,4 +99,5 @@ class NHGDSingle(AbstractAlgorithm):
         found, lag = stage.implicit(stage.inner_batches(self.batches), state.adjoint)
         norm = stage.move_v(found.leaves)
         notes = {"inverse": "none" if stage.inverse is None else stage.inverse.name, "residual": found.stats.residual}
+        notes["poor_solve"] = found.stats.trouble is not None
         return NHGDSingleState(found.adjoint), StepInfo(found.value, float(loss), norm, lag, notes)

@@ -23,7 +23,7 @@ from nhgd.data.loader import Data, Stream
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError, positive
 from nhgd.execution.base import AbstractExecutor
 from nhgd.hypergradients.base import Hypergradient
-from nhgd.hypergradients.implicit import implicit
+from nhgd.hypergradients.implicit import Complaints, implicit
 from nhgd.inverse.base import AbstractInverse
 from nhgd.point import OracleCalls, Point
 from nhgd.problem import Bilevel
@@ -148,6 +148,7 @@ class Stage:
         self.inner = Stream(inner_data, "inner_data", device)
         self.outer = Stream(outer_data, "outer_data", device)
         self.calls = OracleCalls()
+        self.complaints = Complaints()
         self.clock = Clock()
         self.theta = Mover(problem.theta, "inner", settings.inner_optimizer, settings.inner_lr, 0.1)
         self.v = Mover(problem.v, "outer", settings.outer_optimizer, settings.outer_lr, 0.01)
@@ -198,7 +199,7 @@ class Stage:
                 raise
             raise found from error
         inverse, curvature, lag = executor.curvature()
-        return implicit(at, inverse, curvature, start, cross, outer), lag
+        return implicit(at, inverse, curvature, start, cross, outer, self.complaints), lag
 
     def seed(self) -> int:
         """A fresh seed for a pass that will be replayed."""

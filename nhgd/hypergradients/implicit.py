@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +15,33 @@ from torch import Tensor
 from nhgd.data.batch import Batch
 from nhgd.errors import InverseWarning
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
-from nhgd.inverse.base import AbstractInverse
+from nhgd.inverse.base import POOR, AbstractInverse, SolveStats
 from nhgd.inverse.learning import learn
 from nhgd.point import OracleCalls, OuterGradient, Point
 from nhgd.problem import Bilevel
+
+VANISHED = 1e-10  # of the squared outer gradient: what the samples' squared gradients are nothing beside it
+LONG = 10.0  # the residual from which on the x of a learnt inverse is called too long
+
+
+class Complaints:
+    """What a run has to say about its solves: aloud once, because the next step has the same to say.
+
+    Attributes:
+        patient: whether a residual that is merely large is in order, because x goes on from one outer step to the next.
+    """
+
+    def __init__(self) -> None:
+        self.spoken = False
+        self.patient = False
+
+    def about(self, stats: SolveStats) -> None:
+        """Warn of the trouble of a solve, unless that was done before."""
+        unsound = stats.notes.get("negative_curvature") or stats.notes.get("diverged") or stats.notes.get("outside")
+        if stats.trouble is None or self.spoken or (self.patient and not unsound):
+            return
+        self.spoken = True
+        _warn(f"{stats.trouble} This is said once a run; poor_solves in its stats counts the outer steps it holds for.")
 
 
 def implicit(
@@ -26,6 +51,7 @@ def implicit(
     start: Tensor | None = None,
     cross: Callable[[Tensor], list[Tensor]] | None = None,
     outer: OuterGradient | None = None,
+    complaints: Complaints | None = None,
 ) -> Hypergradient:
     """grad Phi(v) = grad_v f - (d2_{theta,v} l)^T x with x = H^{-1} grad_theta f.
 
@@ -34,26 +60,102 @@ def implicit(
         inverse: how x is found, from `state` and perhaps from `start`.
         cross: the transposed cross derivative times x; default: at the point itself.
         outer: the outer gradient, where it is known already.
+        complaints: of the run this is a part of; without one, a solve in trouble is warned of here and now.
     """
     outer = at.outer() if outer is None else outer
     x, stats = inverse.solve(state, outer.theta, at, start)
-    if stats.notes.get("negative_curvature"):
-        left = "" if stats.residual is None else f" (residual {stats.residual:.2g})"
-        warnings.warn(
-            f"The inner Hessian is not positive definite at this point, so {inverse.name} stopped at its last safe"
-            f" iterate{left}. Train the inner problem further, add l2, or set damping.",
-            InverseWarning,
-            stacklevel=3,
-        )
-    elif stats.notes.get("diverged"):
-        warnings.warn(
-            f"{inverse.name} diverged: its residual grew to {stats.residual:.2g}. Its step is too large for the curvature of"
-            " this inner problem, or the Hessian is not positive definite. Lower the step, or use cg.",
-            InverseWarning,
-            stacklevel=3,
-        )
+    # A number is asked for only once all work is under way: until then a device need not be waited for.
     leaves = [f - c for f, c in zip(outer.v, (cross or at.cross)(x), strict=True)]
+    if stats.residual is None and inverse.records is not None and _suspicious(outer.theta, x):
+        stats = _with_residual(at, stats, outer.theta, x)
+    stats = replace(stats, trouble=_trouble(inverse, stats, outer.theta))
+    if complaints is not None:
+        complaints.about(stats)
+    elif stats.trouble is not None:
+        _warn(stats.trouble)
     return Hypergradient(at.problem.v.like(leaves), float(outer.value), stats, leaves, x)
+
+
+def measured(at: Point, inverse: AbstractInverse, found: Hypergradient) -> Hypergradient:
+    """The same with its residual, by one extra product where the inverse does not know it; the product is none of its own.
+
+    A method that does not know its residual promises none, so it is warned of one only where it learnt next to nothing.
+    """
+    if found.stats.residual is not None or found.adjoint is None:
+        return found
+    u = at.outer().theta
+    stats = _with_residual(at, found.stats, u, found.adjoint)
+    if stats.trouble is None and inverse.records is not None:
+        stats = replace(stats, trouble=_trouble(inverse, stats, u))
+        if stats.trouble is not None:
+            _warn(stats.trouble)
+    return replace(found, stats=stats)
+
+
+def _with_residual(at: Point, stats: SolveStats, u: Tensor, x: Tensor) -> SolveStats:
+    residual = float((at.hvp(x) - u).norm() / u.norm().clamp_min(torch.finfo(u.dtype).tiny))
+    return replace(stats, residual=residual, converged=stats.converged and residual <= POOR)
+
+
+def _suspicious(u: Tensor, x: Tensor) -> bool:
+    """Whether a learnt inverse may have learnt from gradients that vanish, so that one product is well spent.
+
+    The mean squared gradient of a sample is the trace of the Fisher matrix. D times the curvature that the inverse found along
+    x stands for it, because the default damping is a share of the mean diagonal; beside it stands the squared gradient of the
+    outer loss. A large outer loss looks the same, which the product tells.
+    """
+    u, x = u.double(), x.double()
+    uu, ux, xx = torch.stack([u.dot(u), u.dot(x), x.dot(x)]).tolist()
+    return bool(xx > 0 and len(u) * ux / xx < VANISHED * uu)
+
+
+def _trouble(inverse: AbstractInverse, stats: SolveStats, u: Tensor) -> str | None:
+    """What is wrong with the x of a solve, and what to do about it; None where nothing is known to be."""
+    notes, residual = stats.notes, stats.residual
+    outside = notes.get("outside", 0.0)
+    left = "" if residual is None else f" (residual {residual:.2g})"
+    if notes.get("negative_curvature"):
+        return (
+            f"The inner Hessian is not positive definite at this point: {inverse.name} met negative curvature{left}, so theta"
+            " is no inner minimum there and the implicit formula does not hold. Train the inner problem further, add l2, or"
+            " set damping."
+        )
+    if notes.get("diverged"):
+        return (
+            f"{inverse.name} diverged: its residual grew to {residual:.2g}. Its step is too large for the curvature of"
+            " this inner problem, or the Hessian is not positive definite. Lower the step, or use cg."
+        )
+    if outside > torch.finfo(u.dtype).eps ** 0.5:
+        digits = int(-math.log10(torch.finfo(u.dtype).eps))
+        return (
+            f"The inner Hessian is singular at this point, to the {digits} digits of {str(u.dtype).removeprefix('torch.')}, and"
+            f" {100 * outside:.2g} % of the outer gradient lies outside of its range: the outer loss depends on directions that"
+            f" the inner problem leaves open, and {inverse.name} leaves them out{left}. Add l2, set damping, or let the"
+            " products run over more data."
+        )
+    # A residual that is not a number is an error of its own, elsewhere.
+    if residual is not None and residual > LONG and inverse.records is not None and not stats.hvps:
+        return (
+            f"{inverse.name} made x far too long (residual {residual:.2g}): it learnt far less curvature than the inner Hessian"
+            " has. Where a model fits its data, the gradients of the samples vanish, and the empirical Fisher matrix with them."
+            " Add l2, set damping, use fisher='exact', or refine it by Hessian products."
+        )
+    if residual is not None and residual > POOR and stats.hvps:
+        more = "" if inverse.counts is None else f" Give it more {inverse.counts};"
+        return (
+            f"{inverse.name} ended with a relative residual of {residual:.2g}: its x does not solve H x = u.{more or ' Then'} use"
+            " a preconditioner (refined), l2 or damping where the inner Hessian is close to singular, or more data in the"
+            " products."
+        )
+    return None
+
+
+def _warn(trouble: str) -> None:
+    """Warn where the library was called from."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "nhgd":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(trouble, InverseWarning, stacklevel=level)
 
 
 @final
@@ -90,10 +192,4 @@ class Implicit(AbstractHypergradient):
         state = learn(inverse, problem, inner_batches, seed, calls)
         at = Point(problem, inner_batches, outer_batch, seed, calls)
         found = implicit(at, inverse, state)
-        if not self.measure or found.stats.residual is not None or found.adjoint is None:
-            return found
-        # The residual is for the reader's eyes and is not counted as work of the inverse.
-        u = at.outer().theta
-        size = u.norm().clamp_min(torch.finfo(u.dtype).tiny)
-        residual = float((at.hvp(found.adjoint) - u).norm() / size)
-        return replace(found, stats=replace(found.stats, residual=residual))
+        return measured(at, inverse, found) if self.measure else found

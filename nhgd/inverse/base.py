@@ -16,6 +16,8 @@ from nhgd.registry import summary
 from nhgd.validation import Validated
 from nhgd.variable import Variable
 
+POOR = 0.1  # a relative residual above it is said aloud
+
 
 @dataclass(frozen=True)
 class SolveStats:
@@ -24,14 +26,19 @@ class SolveStats:
     Attributes:
         residual: |H x - u| / |u|, or None where knowing it would have cost an extra Hessian product.
         hvps: Hessian products spent, counted in batches.
-        converged: whether the method's own stopping test was met; a method without one says True.
-        notes: anything else worth knowing, by name.
+        converged: whether the method's own stopping test was met; a method without one says whether its residual is at most
+            0.1, or True where it does not know its residual.
+        notes: anything else worth knowing, by name. Those that every reader understands: `negative_curvature`, whether a
+            direction with clearly negative curvature was met; `diverged`, whether the iteration grew; `outside`, the part of
+            u, of its length, that was seen to lie outside of the range of H.
+        trouble: what is wrong with x, in a sentence with the remedy; None where nothing is known to be.
     """
 
     residual: float | None
     hvps: int
     converged: bool
     notes: dict[str, Any] = field(default_factory=dict)
+    trouble: str | None = None
 
 
 class Steady(NamedTuple):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nhgd.errors import NonFiniteError, counted, not_negative
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.curvature import Curvature
 from nhgd.point import Point
 from nhgd.variable import Variable
 
@@ -71,11 +72,14 @@ class Broyden(AbstractInverse):
         r = u - y
         found = _Approximation(x, y, min(self.pairs, self.steps + 1), self.projected)
         found.learn(x, y)
+        seen = Curvature("Broyden", u.dtype)
+        s = x
         best, least = torch.zeros_like(u), size
         taken, length = 0, float(r.norm())
         while True:
             if not math.isfinite(length):
                 raise NonFiniteError(f"Broyden: the residual is {length} after {taken} steps.")
+            seen.positive(s, y, taken)
             if length < least:
                 best, least = x, length
             if least <= self.tol * size or taken == self.steps:
@@ -84,7 +88,8 @@ class Broyden(AbstractInverse):
             y = self._product(at, s)
             taken += 1
             squared = float(y.dot(y))
-            if not squared > 0:  # nothing is left in the range of H
+            flat = 100 * seen.eps * seen.largest * float(s.norm())
+            if not squared**0.5 > flat:  # nothing is left in the range of H but rounding errors
                 break
             if self.line_search:
                 alpha = float(r.dot(y)) / squared
@@ -92,9 +97,8 @@ class Broyden(AbstractInverse):
             x, r = x + s, r - y
             length = float(r.norm())
             found.learn(s, y)
-        return best, SolveStats(
-            least / size, at.calls.hvps - before, least <= self.tol * size, {"iterations": taken, "last": length / size}
-        )
+        notes = {"iterations": taken, "last": length / size, "negative_curvature": seen.negative}
+        return best, SolveStats(least / size, at.calls.hvps - before, least <= self.tol * size, notes)
 
     def _first(self, at: Point, u: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """The first x and H x."""

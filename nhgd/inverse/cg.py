@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
-from nhgd.errors import NonFiniteError, counted, not_negative
+from nhgd.errors import counted, not_negative
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
 from nhgd.inverse.beginning import begin
+from nhgd.inverse.curvature import Curvature
+from nhgd.inverse.least_residual import LeastResidual
 from nhgd.point import Point
 from nhgd.variable import Variable
 
@@ -19,13 +20,16 @@ from nhgd.variable import Variable
 @final
 @dataclass(frozen=True)
 class CG(AbstractInverse):
-    """Conjugate gradients, with a stopping test and a check for negative curvature.
+    """Conjugate gradients, with a stopping test and checks for negative and for vanishing curvature.
 
         r = u - H x,  p = r
         repeat:  alpha = r.r / p.Hp;  x += alpha p;  r_new = r - alpha Hp;  p = r_new + (r_new.r_new / r.r) p
 
-    It stops after `steps` products, when |r| <= tol |u|, or when p.Hp <= 0. In the last case the Hessian is not positive
-    definite, x is the last iterate before that direction, and `notes["negative_curvature"]` is True.
+    It stops after `steps` products, when |r| <= tol |u|, or when the curvature along p, p.Hp / p.p, is no larger than the
+    rounding error of the largest one seen. In the last case the Hessian is not positive definite: where the curvature is
+    clearly negative, `notes["negative_curvature"]` is True; else H is singular, and what is left of u, the fraction
+    `notes["outside"]` of its length, lies outside of the range of H. In both cases, and wherever the residual of the last
+    iterate is longer than u or than ten times the least seen, x is the iterate of least residual.
 
     Args:
         steps: products at most.
@@ -37,6 +41,7 @@ class CG(AbstractInverse):
 
     References: M. R. Hestenes, E. Stiefel, Methods of conjugate gradients for solving linear systems, 1952, section 3;
     J. Nocedal, S. J. Wright, Numerical Optimization, 2006, algorithms 5.2 and 7.1 (negative curvature).
+    Deviations: 1. the iterate of least residual is the best combination of iterates (`LeastResidual`).
     """
 
     name: ClassVar[str] = "cg"
@@ -58,33 +63,32 @@ class CG(AbstractInverse):
         x, r = begin(u, lambda x: self._product(at, x), start)
         p = r.clone()
         rr = float(r.dot(r))
-        negative = False
+        best, seen = LeastResidual(x, r), Curvature("CG", u.dtype)
         taken = 0
         while not rr**0.5 <= tol * size and taken < self.steps:
             hp = self._product(at, p)
             taken += 1
-            curvature = float(p.dot(hp))
-            if not math.isfinite(curvature):
-                raise NonFiniteError(f"CG: the curvature along the search direction is {curvature} in product {taken}.")
-            if not curvature > 0:
-                negative = True
+            if not seen.positive(p, hp, taken):
                 break
-            alpha = rr / curvature
+            alpha = rr / seen.last
             x.add_(p, alpha=alpha)
             r.sub_(hp, alpha=alpha)
             rr, old = float(r.dot(r)), rr
+            best.note(x, r, rr**0.5)
             p.mul_(rr / old).add_(r)
-        residual = rr**0.5 / size
-        notes = {"iterations": taken, "negative_curvature": negative}
-        return x, SolveStats(residual, at.calls.hvps - before, residual <= tol, notes)
+        sound = not (seen.negative or seen.vanished)
+        found, length = best.unless_sound(x, rr**0.5, size) if sound else (best.x, best.length)
+        residual = length / size
+        notes = {"iterations": taken, **seen.notes(residual)}
+        return found, SolveStats(residual, at.calls.hvps - before, residual <= tol, notes)
 
     def _product(self, at: Point, x: Tensor) -> Tensor:
         found = at.hvp(x)
         return found.add_(x, alpha=self.damping) if self.damping else found
 
     def memory(self, theta: Variable) -> int:
-        """x, r, p and Hp."""
-        return vector_bytes(theta, 4)
+        """x, r, p and Hp, and the best x and r."""
+        return vector_bytes(theta, 6)
 
     @property
     def products(self) -> int | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import counted, not_negative, positive
-from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.base import POOR, AbstractInverse, SolveStats, vector_bytes
 from nhgd.inverse.beginning import begin
 from nhgd.inverse.spectrum import largest_eigenvalue
 from nhgd.point import Point
@@ -65,13 +65,20 @@ class FixedPoint(AbstractInverse):
         x, r = begin(u, lambda x: at.hvp(x) + self.damping * x, start)
         residual = float(r.norm()) / size
         worst = 10 * max(residual, 1.0)
+        bent = 1.0
         for _ in range(self.steps):
             if residual <= self.tol or not residual <= worst:
                 break
             x = x + lr * r
-            r = self._residual(at, u, x)
+            before_it, r = r, self._residual(at, u, x)
             residual = float(r.norm()) / size
-        notes = {"lr": lr, "diverged": not residual <= worst}
+            bent = float(before_it.dot(before_it - r) / before_it.dot(before_it))  # lr times the curvature along it
+        # A step along negative curvature makes the residual longer. Close to the solution rounding errors may do so too.
+        notes = {
+            "lr": lr,
+            "diverged": not residual <= worst,
+            "negative_curvature": residual > POOR and bent < -100 * torch.finfo(u.dtype).eps,
+        }
         return x, SolveStats(residual, at.calls.hvps - before, residual <= self.tol, notes)
 
     def _residual(self, at: Point, u: Tensor, x: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import counted, not_negative, positive
-from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.base import POOR, AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.curvature import Curvature
 from nhgd.inverse.spectrum import largest_eigenvalue
 from nhgd.point import Point
 from nhgd.variable import Variable
@@ -62,22 +63,26 @@ class Neumann(AbstractInverse):
         if phi is None:
             top = largest_eigenvalue(at, u, self.power_steps) + self.damping
             phi = 1.0 / top if top > 0 else 1.0
-        x, residual, grew = self._sum(u, at, phi)
+        seen = Curvature("Neumann", u.dtype)
+        x, residual, grew = self._sum(u, at, phi, seen)
         halved = 0
         while grew and self.phi is None and halved < 8:
             phi, halved = phi / 2, halved + 1
-            x, residual, grew = self._sum(u, at, phi)
-        notes = {"phi": phi, "diverged": grew}
-        converged = residual <= self.tol if self.tol else not grew
+            x, residual, grew = self._sum(u, at, phi, seen)
+        notes = {"phi": phi, "diverged": grew, "negative_curvature": seen.negative}
+        # The next summand is the residual itself, so that a series that has come to a standstill is told too.
+        converged = residual <= (self.tol or POOR) and not grew
         return x, SolveStats(residual, at.calls.hvps - before, converged, notes)
 
-    def _sum(self, u: Tensor, at: Point, phi: float) -> tuple[Tensor, float, bool]:
+    def _sum(self, u: Tensor, at: Point, phi: float, seen: Curvature) -> tuple[Tensor, float, bool]:
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
         term = u.clone()
         x = term.clone()
         residual = 1.0
         for k in range(self.terms + 1):
-            term = term - phi * (at.hvp(term) + self.damping * term)
+            product = at.hvp(term) + self.damping * term
+            seen.positive(term, product, k + 1)
+            term = term - phi * product
             residual = float(term.norm()) / size
             # (I - phi H)^k never lengthens a vector when 0 <= H < 2 / phi.
             if not residual <= 1.0 + 1e-3:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import NonFiniteError, counted, not_negative
-from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.base import POOR, AbstractInverse, SolveStats, vector_bytes
 from nhgd.inverse.damping import SHARE
 from nhgd.point import Point
 from nhgd.variable import Variable
@@ -30,13 +30,13 @@ class Nystrom(AbstractInverse):
     order, C W^+ C^T never falls and u . x never grows.
 
     Args:
-        rank: columns, one Hessian product each.
+        rank: columns, one Hessian product each; one more measures the residual.
         rho: added to the diagonal. None: 0 where the ridge is above 0 for every parameter or the rank is full, else 1e-3
             of the mean diagonal of W.
         chunk: columns taken in one vectorised pass; fewer need less memory.
 
     >>> Nystrom(rank=10, rho=0.01).products
-    10
+    11
 
     References: R. Hataya, M. Yamada, Nystrom method for accurate and scalable implicit differentiation, 2023, section 3.
     Deviations: 1. the ridge is added exactly instead of being approximated, so rho, which biases the answer, can be 0.
@@ -60,12 +60,19 @@ class Nystrom(AbstractInverse):
         before = at.calls.hvps
         approximation = self._approximate(at, u)
         x = approximation.inverse(u)
+        # What the columns do not show, they cannot tell: whether x solves the system takes a product of its own.
+        size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
+        left = at.hvp(x) - u
+        if self.rho:  # what was asked for is then the damped system
+            left.add_(x, alpha=self.rho)
+        residual = float(left.norm()) / size
         notes = {
             "rank": len(approximation.values),
             "rho": approximation.rho,
             "negative_curvature": approximation.indefinite,
         }
-        return x, SolveStats(None, at.calls.hvps - before, not approximation.indefinite, notes)
+        converged = residual <= POOR and not approximation.indefinite
+        return x, SolveStats(residual, at.calls.hvps - before, converged, notes)
 
     def operator(self, state: Any, at: Point) -> Callable[[Tensor], Tensor]:
         """The columns are drawn once."""
@@ -102,8 +109,8 @@ class Nystrom(AbstractInverse):
 
     @property
     def products(self) -> int | None:
-        """One for each column."""
-        return self.rank
+        """One for each column, and one for the residual."""
+        return self.rank + 1
 
 
 class _Approximation:

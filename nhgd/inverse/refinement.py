@@ -12,7 +12,9 @@ from torch import Tensor
 from nhgd.errors import InputError, counted, not_negative, unknown
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
 from nhgd.inverse.beginning import begin
+from nhgd.inverse.curvature import Curvature
 from nhgd.inverse.kfac import KFAC
+from nhgd.inverse.least_residual import LeastResidual
 from nhgd.point import Point
 from nhgd.record import FisherKind, InnerRecord, RecordKind
 from nhgd.variable import Variable
@@ -32,8 +34,10 @@ class Refined(AbstractInverse):
                  p = z_new + (r_new.z_new / r.z) p
 
     One step from zero gives x = alpha M^{-1} u, the cheap correction of the scale of M. Products run over the batches of
-    the point: one, several or all data. On negative curvature x is the last safe iterate, which before the first step is
-    M^{-1} u itself, and `notes["negative_curvature"]` is True.
+    the point: one, several or all data. It stops early on negative curvature, and `notes["negative_curvature"]` is True; and
+    on a curvature of rounding size, where what is left of u, `notes["outside"]`, lies outside of the range of H. x is then the
+    iterate of least residual, as in `CG`; on negative curvature in the very first step it is M^{-1} u itself, shortened where its
+    product is more than ten times as long as u.
 
     Args:
         inverse: what preconditions; one that learns is fed by the inner steps as it would be alone. It must be symmetric
@@ -47,6 +51,7 @@ class Refined(AbstractInverse):
     3
 
     References: J. Nocedal, S. J. Wright, Numerical Optimization, 2006, algorithm 5.3 (preconditioned CG).
+    Deviations: 1. the iterate of least residual is the best combination of iterates (`LeastResidual`).
     """
 
     name: ClassVar[str] = "refined"
@@ -107,33 +112,38 @@ class Refined(AbstractInverse):
         precondition = self.inverse.operator(state, at)
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
         x, r = begin(u, product, start)
+        untouched = not bool(x.any())
         z = precondition(r)
         p = z.clone()
         rz = float(r.dot(z))
-        residual = float(r.norm()) / size
-        taken, negative, untouched = 0, False, not bool(x.any())
-        safe = z
-        while residual > self.tol and taken < self.steps:
+        best, seen = LeastResidual(x, r), Curvature("Refined", u.dtype)
+        taken, hp = 0, z
+        while best.length / size > self.tol and taken < self.steps:
             hp = product(p)
             taken += 1
-            curvature = float(p.dot(hp))
-            if not (curvature > 0 and rz > 0):
-                negative = True
+            if not seen.positive(p, hp, taken):
                 break
-            alpha = rz / curvature
+            if not rz > 0:  # a positive inverse never gives this, one made from a Hessian with negative curvature may
+                seen.negative, seen.vanished = rz < 0, rz == 0
+                break
+            alpha = rz / seen.last
             x.add_(p, alpha=alpha)
             r.sub_(hp, alpha=alpha)
-            residual = float(r.norm()) / size
-            if residual <= self.tol or taken == self.steps:
+            best.note(x, r, float(r.norm()))
+            if best.length / size <= self.tol or taken == self.steps:
                 break
             z = precondition(r)
             rz, old = float(r.dot(z)), rz
             p = z + (rz / old) * p
-        untouched = untouched and negative and taken == 1
-        if untouched:
-            x = safe
-        notes = {"iterations": taken, "negative_curvature": negative, "inverse": self.inverse.name}
-        return x, SolveStats(None if untouched else residual, at.calls.hvps - before, residual <= self.tol, notes)
+        sound = not (seen.negative or seen.vanished)
+        found, length = best.unless_sound(x, float(r.norm()), size) if sound else (best.x, best.length)
+        residual = length / size
+        if seen.negative and untouched and taken == 1:
+            length = float(hp.norm())
+            shrink = 1.0 if length <= 10 * size else size / length
+            found, residual = shrink * z, float((r - shrink * hp).norm()) / size
+        notes = {"iterations": taken, **seen.notes(residual), "inverse": self.inverse.name}
+        return found, SolveStats(residual, at.calls.hvps - before, residual <= self.tol, notes)
 
     def operator(self, state: Any, at: Point) -> Callable[[Tensor], Tensor]:
         """What the inverse inside gives: a preconditioner needs no products of its own."""
@@ -154,8 +164,8 @@ class Refined(AbstractInverse):
         return replace(self, inverse=inner.with_periods(**seconds))
 
     def memory(self, theta: Variable) -> int:
-        """The inverse inside, and x, r, z, p and Hp."""
-        return self.inverse.memory(theta) + vector_bytes(theta, 5)
+        """The inverse inside, x, r, z, p and Hp, and the best x and r."""
+        return self.inverse.memory(theta) + vector_bytes(theta, 7)
 
     def cautions(self, theta: Variable) -> list[str]:
         """Those of the inverse inside."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import counted, not_negative, positive
-from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.base import POOR, AbstractInverse, SolveStats, vector_bytes
 from nhgd.inverse.spectrum import largest_eigenvalue
 from nhgd.point import Point
 from nhgd.variable import Variable
@@ -24,7 +24,9 @@ class QuadraticSGD(AbstractInverse):
         x <- x - beta (H_j x - u),      H_j the Hessian on batch j = 0, 1, ..., again from 0 when they are used up
 
     It begins at `start`, whatever its residual, or at zero. With one batch it is gradient descent, with the error
-    (I - beta H)^steps of the start's. It has no stopping test: a step knows the residual on its own batch only.
+    (I - beta H)^steps of the start's. It has no stopping test: a step knows the residual on its own batch only. The residual
+    it reports is the mean of those over the last walk through the batches, which lags a little behind x; where the steps are
+    fewer than the batches it reports none.
 
     Args:
         steps: products.
@@ -63,20 +65,29 @@ class QuadraticSGD(AbstractInverse):
             beta = 1.0 / top if top > 0 else 1.0
         x = torch.zeros_like(u) if start is None else start.clone()
         first = r = u
+        walk = len(at.inner_batches)
+        mean = torch.zeros_like(u) if walk > 1 else u  # of the residuals over the last walk
         for step in range(self.steps):
-            r = u - at.hvp_on(step % len(at.inner_batches), x) - self.damping * x
+            r = u - at.hvp_on(step % walk, x) - self.damping * x
             x = x + beta * r
             first = r if step == 0 else first
+            if walk > 1 and step >= self.steps - walk:
+                mean.add_(r, alpha=1 / walk)
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
         last = float(r.norm()) / size
         diverged = not (math.isfinite(last) and last <= 10 * max(float(first.norm()) / size, 1.0))
-        # The residual of x itself would take one more product over all batches.
+        residual = None
+        if diverged or walk == 1:
+            residual = last
+        elif self.steps >= walk:
+            residual = float(mean.norm()) / size
         notes = {"beta": beta, "last": last, "diverged": diverged}
-        return x, SolveStats(last if diverged else None, at.calls.hvps - before, not diverged, notes)
+        converged = not diverged and (residual is None or residual <= POOR)
+        return x, SolveStats(residual, at.calls.hvps - before, converged, notes)
 
     def memory(self, theta: Variable) -> int:
-        """x, the residual, the first one, a product."""
-        return vector_bytes(theta, 4)
+        """x, the residual, the first one, their mean, a product."""
+        return vector_bytes(theta, 5)
 
     @property
     def products(self) -> int | None:

@@ -1,0 +1,54 @@
+"""The best of what an iteration has seen."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+
+class LeastResidual:
+    """Of the iterates so far and their combinations, one whose residual is least.
+
+        y <- x, s <- r                                    where |r| <= |s|
+        y <- y + eta (x - y),   s <- s + eta (r - s)      else, with eta = -s.(r - s) / |r - s|^2
+
+    The residuals of conjugate gradients rise and fall, and where u has a part outside of the range of H they grow without
+    end, and x with them. This one never grows: where they rise from the first step on it is what the method of minimal
+    residuals gives, and where they fall all the way it is the last iterate. It costs no product.
+
+    Args:
+        x, r: the first iterate and its residual u - H x. Both may be changed in place afterwards.
+
+    Attributes:
+        x: the best x.
+        length: of its residual.
+
+    References: R. Weiss, Convergence behavior of generalized conjugate gradient methods, 1990 (residual smoothing).
+    """
+
+    def __init__(self, x: Tensor, r: Tensor) -> None:
+        self.x, self._r = x.clone(), r.clone()
+        self.length = float(r.norm())
+
+    def note(self, x: Tensor, r: Tensor, length: float) -> None:
+        """One more iterate, its residual and the length of that."""
+        if length <= self.length:
+            self.x.copy_(x)
+            self._r.copy_(r)
+            self.length = length
+            return
+        change = r - self._r
+        eta = float(-self._r.dot(change) / change.dot(change))
+        if math.isfinite(eta):
+            self.x.lerp_(x, eta)
+            self._r.add_(change, alpha=eta)
+            self.length = float(self._r.norm())
+
+    def unless_sound(self, x: Tensor, length: float, size: float) -> tuple[Tensor, float]:
+        """The last iterate where its residual is neither longer than u, of length `size`, nor than ten times the least.
+
+        On a positive definite system the last iterate is nearest to the solution, also where its residual is not the least:
+        up to twice as near as the combination. Where it is not sound, it can be anything.
+        """
+        return (x, length) if length <= min(size, 10 * self.length) else (self.x, self.length)
