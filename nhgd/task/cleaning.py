@@ -329,7 +329,7 @@ class Cleaning(AbstractTask):
             summary,
             full_inner,
             full_outer,
-            lambda: training.solve(3e-3 if self.dtype == "float32" else 1e-6),
+            lambda: training.solve_exactly(3e-3 if self.dtype == "float32" else 1e-6),
             sets,
             {} if self.batches is None else {"batches": self.batches},
             {"nhgd": suited(problem)},

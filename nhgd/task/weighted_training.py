@@ -17,7 +17,7 @@ from nhgd.errors import RunError
 from nhgd.inverse import KFAC
 from nhgd.inverse.automatic import automatic
 from nhgd.problem import Bilevel, Losses
-from nhgd.task.inner_solver import lbfgs
+from nhgd.task.inner_solver import lbfgs, newton_cg
 from nhgd.task.softmax import Split, fit
 from nhgd.task.weighting import AbstractWeighting
 from nhgd.variable import Given
@@ -61,19 +61,30 @@ class WeightedTraining:
         return Bilevel(inner, outer, self.model, self.v, l2=self.l2, likelihood="categorical")
 
     def solve(self, tol: float, steps: int = 2000) -> float:
-        """Bring theta to where the inner gradient is at most `tol`, in place; returns its norm.
+        """Bring theta by L-BFGS to where the inner gradient is at most `tol`, in place; returns its norm."""
+        return lbfgs(self._potential(), self._everything, tol, steps)
 
-        Weights may depend on the losses. Then not the weighted losses but their potential is least there.
-        """
+    def solve_exactly(self, tol: float) -> float:
+        """The same by Newton's method, which a small ridge does not slow down; by L-BFGS where that fails."""
+        teacher = self.problem(lambda model, v, batch: self.noisy.x.sum())
+        try:
+            return newton_cg(self._potential(), self._everything, tol, teacher)
+        except RunError:
+            return self.solve(tol)
+
+    @property
+    def _everything(self) -> tuple[Tensor, Tensor, Tensor]:
+        split = self.samples
+        return split.x, split.y, torch.arange(len(split.y), device=split.y.device)
+
+    def _potential(self) -> Bilevel:
+        """Weights may depend on the losses. Then not the weighted losses but their potential is least at the solution."""
 
         def potential(model: nn.Module, v: Any, batch: Any) -> Tensor:
             losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
             return self.weighting.potential(v, losses, batch[2])
 
-        split = self.samples
-        index = torch.arange(len(split.y), device=split.y.device)
-        nobody = Bilevel(potential, lambda model, v, batch: split.x.sum(), self.model, self.v, l2=self.l2)
-        return lbfgs(nobody, (split.x, split.y, index), tol, steps)
+        return Bilevel(potential, lambda model, v, batch: self.noisy.x.sum(), self.model, self.v, l2=self.l2)
 
     def start_from_trusted(self) -> None:
         """Bring theta to where it fits the trusted samples, if there are any, with ten times the ridge.
