@@ -213,5 +213,123 @@ def test_a_saddle_is_told_from_a_minimum(dense_below):
     assert any("not positive definite" in sentence for sentence in report.advice)
 
 
+def weight_normed():
+    """A layer whose weight is g v / |v|, by torch's own operation."""
+    net = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 2)).double()
+    batch = torch.randn(8, 3).double(), torch.arange(8) % 2, torch.arange(8)
+
+    def losses(net, batch):
+        return torch.nn.functional.cross_entropy(net(batch[0]), batch[1], reduction="none")
+
+    problem = nhgd.Bilevel(
+        lambda m, v, b: (losses(m, b), v[b[2]].sigmoid()),
+        lambda m, v, b: losses(m, b).mean(),
+        net,
+        torch.zeros(8).double(),
+        l2=0.1,
+    )
+    return problem, batch
+
+
+def test_broken_second_derivatives_are_named():
+    """torch's weight_norm has a wrong one on a CPU, and products with it are not symmetric."""
+    torch.manual_seed(0)
+    problem, batch = weight_normed()
+    hessian = oracles.hessian(problem, batch)
+    broken = float((hessian - hessian.T).norm() / hessian.norm()) > 1e-6
+    report = nhgd.check(problem, batch, batch, inverses=["cg"])
+    if not broken:
+        pytest.skip("this torch has mended it")
+    assert report.reference["asymmetry"] > 1e-4
+    assert "not symmetric" in report.advice[0]
+    assert "weight_norm" in report.advice[0]
+
+
+@pytest.mark.parametrize("make", catalogue.PROBLEMS, ids=lambda make: make.__name__)
+def test_products_of_sound_problems_are_symmetric(make):
+    problem, inner, outer = make()
+    report = nhgd.check(problem, inner, outer, inverses=["identity"])
+    assert report.reference["asymmetry"] < 1e-12
+    assert not any("not symmetric" in sentence for sentence in report.advice)
+
+
+def test_one_batch_is_asked_for_by_name():
+    problem, (x, y, i), outer = catalogue.weighted_logistic()
+    data = nhgd.Data(x, y)
+    for given in (data, torch.utils.data.DataLoader([0]), iter([(x, y, i)])):
+        with pytest.raises(nhgd.InputError, match=r"inner_batch must be one batch.*next\(.*inner_data= takes"):
+            nhgd.check(problem, given, outer)
+        with pytest.raises(nhgd.InputError, match="outer_batch must be one batch"):
+            nhgd.check(problem, (x, y, i), given)
+        with pytest.raises(nhgd.InputError, match="inner_batch must be one batch"):
+            nhgd.hypergradient(problem, given, outer)
+    assert nhgd.check(problem, next(iter(data)), outer, inverses="cg").rows[0]["relative_error"] < 1e-6
+
+
+@pytest.mark.parametrize("unpacking", [True, False])
+def test_a_batch_without_the_index_is_told_what_is_missing(unpacking):
+    x, y = torch.randn(6, 2).double(), torch.randn(6).double()
+
+    def inner(theta, v, batch):
+        if unpacking:
+            features, targets, index = batch
+        else:
+            features, targets, index = batch[0], batch[1], batch[2]
+        return (features @ theta - targets) ** 2, v[index].sigmoid()
+
+    problem = nhgd.Bilevel(
+        inner, lambda theta, v, b: (theta - 1).square().sum(), torch.zeros(2).double(), torch.zeros(6).double(), l2=0.1
+    )
+    match = r"inner\(\) failed on a batch of 2 entries.*nhgd.Data adds, give \(x, y, torch.arange\(len\(x\)\)\)"
+    for call in (
+        lambda: nhgd.check(problem, (x, y), (x, y)),
+        lambda: nhgd.hypergradient(problem, (x, y), (x, y)),
+        lambda: nhgd.Solver(problem, [(x, y)], [(x, y)]),
+    ):
+        with pytest.raises(nhgd.InputError, match=match):
+            call()
+    assert nhgd.check(problem, (x, y, torch.arange(6)), (x, y), inverses="cg").rows[0]["relative_error"] < 1e-6
+
+
+def test_other_errors_of_the_users_function_stay_what_they_are():
+    def inner(theta, v, batch):
+        raise ValueError("the user's own")
+
+    problem = nhgd.Bilevel(inner, lambda theta, v, b: theta.sum(), torch.zeros(2), torch.zeros(2))
+    with pytest.raises(ValueError, match="the user's own"):
+        nhgd.check(problem, (torch.zeros(2),), (torch.zeros(2),))
+
+
+def test_a_bar_is_drawn_when_it_is_asked_for(capsys):
+    problem, inner, outer = catalogue.settled(catalogue.weighted_logistic)
+    nhgd.check(problem, inner, outer, inverses=["cg", "identity"])
+    assert capsys.readouterr().err == ""
+    nhgd.check(problem, inner, outer, inverses=["cg", "identity"], progress=True)
+    shown = capsys.readouterr()
+    assert "check" in shown.err
+    assert "100 %" in shown.err
+    assert shown.out == ""
+
+
+def test_the_dense_solve_is_a_row_on_small_problems_alone_unless_it_is_named():
+    problem = nhgd.Bilevel(
+        lambda theta, v, x: (theta - v).square().sum() * x,
+        lambda theta, v, x: (theta - 1).square().sum(),
+        torch.zeros(501).double(),
+        torch.zeros(()).double(),
+    )
+    x = torch.ones(2).double()
+    names = [row["inverse"] for row in nhgd.check(problem, x, x).rows]
+    assert names == [name for name in INVERSES if name != "exact"]
+    assert [row["inverse"] for row in nhgd.check(problem, x, x, inverses=["exact"]).rows] == ["exact"]
+
+
+def test_a_slow_row_is_run_once():
+    """The dense Hessian of the reference is formed once, too: D products and no more."""
+    problem, inner, outer = catalogue.settled(catalogue.weighted_logistic)
+    report = nhgd.check(problem, inner, outer, inverses=["identity"])
+    assert report.reference["hvps"] == problem.theta.numel
+
+
 def test_readable():
     assert [readable(n) for n in (5, 1500, 2_000_000, 3 * 10**12)] == ["5 B", "1.5 kB", "2.0 MB", "3.0 TB"]

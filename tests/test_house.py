@@ -40,6 +40,8 @@ ORDER = """
     algorithm
     checkpoint
     solve
+    reference
+    diagnosis
     check plan task
     estimators report
     cli

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 import nhgd
 from nhgd import task as tasks
+from nhgd.check import EXACT_BELOW
 from nhgd.cli.options import (
     Changes,
     DataFolder,
@@ -26,13 +28,17 @@ from nhgd.cli.output import console, number, print_json, table
 from nhgd.cli.settings import for_inverses, for_task, parse
 from nhgd.errors import InputError
 from nhgd.inverse import INVERSES, resolve
+from nhgd.progress import bar
 
 
 def check(
     task: Task,
     inverses: Annotated[
         str | None,
-        typer.Option(help="Names with commas between, such as kfac,cg-40; default: all.", show_default=False),
+        typer.Option(
+            help="Names with commas between, such as kfac,cg-40; default: all, exact on small problems alone.",
+            show_default=False,
+        ),
     ] = None,
     seed: Seed = 0,
     device: Device = "auto",
@@ -57,8 +63,14 @@ def check(
     compared = for_inverses(chosen, {name: resolve(name) for name in names}, rest)
     where = device_called(device)
     keep_to_threads(chosen.threads, where)
-    instance = chosen.build(checked_seed(seed), where, data)
-    instance.solve_inner()
+    with bar("check") as tick:
+        tick(0.0, "building the task")
+        instance = chosen.build(checked_seed(seed), where, data)
+        tick(0.5, "solving the inner problem")
+        instance.solve_inner()
+        tick(1.0, "")
+    if inverses is None and instance.problem.theta.numel > EXACT_BELOW:
+        compared.pop("exact")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         lessons = list(islice(instance.inner_data, 10))
@@ -75,10 +87,10 @@ def check(
     if as_json:
         print_json(answer)
     else:
-        _tell(answer)
+        _tell(answer, replace(report, rows=rows).warnings)
 
 
-def _tell(answer: dict[str, Any]) -> None:
+def _tell(answer: dict[str, Any], warnings: list[str]) -> None:
     reference = answer["reference"]
     out = console()
     title = f"{answer['task']}, seed {answer['seed']}: D = {reference['dimension']}, reference: {reference['method']}"
@@ -92,5 +104,5 @@ def _tell(answer: dict[str, Any]) -> None:
         cells += [(row["megabytes"], ".3g"), (row["hvps"], "d"), (row["residual"], ".2g")]
         listed.add_row(row["inverse"], *(number(value, form) for value, form in cells))
     out.print(listed)
-    for line in (*refused, *answer["advice"]):
+    for line in (*refused, *warnings, *answer["advice"]):
         out.print(f"\n{line}")
