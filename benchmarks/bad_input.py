@@ -338,6 +338,7 @@ def commands() -> Iterator[Case]:
     ):
         yield Case("images", ("run", "cleaning", "--set", "dataset=mnist", "--data", "data"), files=images(spoil))
         yield Case("images", ("run", "distillation", "--set", "dataset=mnist", "--data", "data"), files=images(spoil))
+    yield Case("places", ("run", "cleaning", "--set", "dataset=mnist", "--data", "~nobody-at-all/x"))
     odd = "a\nb\x1b[31m\r\u202e\x07"
     for words in (
         ("run", odd),

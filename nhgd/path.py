@@ -54,6 +54,16 @@ def _limit(place: Path, of: str, usual: int) -> int:
         return usual
 
 
+def expanded(what: str, text: str) -> Path:
+    """A path with ~ replaced by the home folder that it means."""
+    if "\0" in text:
+        raise InputError(f"{what} holds a zero byte, which no name can. Name another place.")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise InputError(f"{what} is {text}, and nobody's home folder is called so. Write the whole path.") from error
+
+
 def check_file(path: Path) -> None:
     """Refuse what is no plain file before it is opened: a pipe would be waited for, and a device may never end."""
     try:

@@ -517,6 +517,18 @@ def test_a_name_that_cannot_be_is_found_out_before_the_work(option, name, monkey
     assert "--out" in refusal(*clean(text(TRAIN), GOOD, out=name)[:-2], "--out", name)
 
 
+def test_the_home_of_nobody(monkeypatch):
+    args = ("run", "cleaning", "--set", "dataset=mnist")
+    assert "--data is ~nobody-at-all/x, and nobody's home" in refusal(*args, "--data", "~nobody-at-all/x")
+    monkeypatch.setenv("NHGD_DATA", "~nobody-at-all")
+    assert "NHGD_DATA is ~nobody-at-all" in refusal(*args)
+    monkeypatch.delenv("NHGD_DATA")
+    monkeypatch.setenv("NHGD_CACHE", "~nobody-at-all")
+    assert "NHGD_CACHE is ~nobody-at-all" in refusal("data", "fetch", "mnist")
+    monkeypatch.setenv("NHGD_CACHE", "x" * 300)
+    assert "The place for the files has a name of 300 bytes" in refusal("data", "fetch", "mnist")
+
+
 def test_the_longest_name_that_can_be_is_written():
     """Beside it there is a file of another name for a while, which must not be longer."""
     longest = "x" * 251 + ".csv"

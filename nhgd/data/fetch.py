@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nhgd.errors import InputError, RunError, unknown
+from nhgd.path import check_name, expanded
 
 
 class Published(NamedTuple):
@@ -102,8 +103,8 @@ def cache() -> Path:
     """Where fetched files are kept: NHGD_CACHE, else the user's own cache folder."""
     asked = os.environ.get("NHGD_CACHE")
     if asked:
-        return Path(asked).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nhgd"
+        return expanded("NHGD_CACHE", asked)
+    return Path(os.environ.get("XDG_CACHE_HOME") or expanded("The home folder", "~") / ".cache") / "nhgd"
 
 
 def fetch(name: str, folder: Path | None = None, tell: Callable[[float, str], None] | None = None) -> list[Path]:
@@ -125,6 +126,7 @@ def fetch(name: str, folder: Path | None = None, tell: Callable[[float, str], No
     except ModuleNotFoundError:
         raise InputError("Downloading needs pooch: pip install 'nhgd[cli]'.") from None
     place = cache() / name if folder is None else folder
+    check_name("The place for the files", place)
     published = PUBLISHED[name]
     found = []
     for number, (file, expected) in enumerate(published.files.items()):

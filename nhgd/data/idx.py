@@ -16,7 +16,7 @@ import numpy as np
 
 from nhgd.data.fetch import cache
 from nhgd.errors import InputError
-from nhgd.path import check_file
+from nhgd.path import check_file, expanded
 
 LARGEST = 2**29  # bytes of one file, unpacked; MNIST has 47 million
 _FILES = {
@@ -94,9 +94,7 @@ def find(name: str, data: str | Path | None, cached: bool = False) -> Path | Non
     if not asked:
         folder = cache() / name
         return folder if cached and all(_file(folder, stem) for stem in _FILES.values()) else None
-    if "\0" in asked:
-        raise InputError("--data holds a zero byte, which no name can. Point it at the IDX files.")
-    root = Path(asked).expanduser()
+    root = expanded("NHGD_DATA" if data is None else "--data", asked)
     if not root.is_dir():
         what = f"{root} is a file, not a folder." if root.exists() else f"There is no folder {root}."
         raise InputError(f"{what} Point --data or NHGD_DATA at the IDX files of {name}.")
