@@ -415,7 +415,7 @@ def calls() -> Iterator[Case]:
         ),
     ):
         yield Case("Solver", lambda settings=settings: solver(**settings))
-    for found in (None, 5, [1], {"a": "b"}, {1: 2}):
+    for found in (None, 5, [1], "a", {1: 2}):
         yield Case("Solver", lambda found=found: solver(metrics=lambda theta, v: found).run(steps=1))
     for given in ({}, {"steps": True}, {"steps": "x"}, {"steps": 0}, {"budget": "x"}, {"budget": []}, {"plateau": 1.5}):
         yield Case("Solver", lambda given=given: solver().run(**given))

@@ -87,7 +87,7 @@ def check_seed(seed: int) -> None:
     Traceback (most recent call last):
     nhgd.errors.InputError: seed must be a whole number from 0 to 2^63 - 1, got 18446744073709551616.
     """
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}.")
 
 

@@ -27,7 +27,7 @@ from nhgd.problem import Bilevel
 from nhgd.progress import bar
 from nhgd.randomness import Randomness
 from nhgd.schedule import Rate
-from nhgd.validation import admitted, fitted, shown, validated, validated_but
+from nhgd.validation import fitted, number, shown, validated, validated_but
 from nhgd.variable import Given
 
 Row = dict[str, Any]
@@ -129,7 +129,7 @@ class Solver:
     3.0
     """
 
-    @validated_but("method", "inner_optimizer", "outer_optimizer", "project", "project_v")
+    @validated_but("method", "inner_optimizer", "outer_optimizer", "project", "project_v", "checkpoint_every")
     def __init__(
         self,
         problem: Bilevel,
@@ -332,7 +332,7 @@ class Solver:
             return {}
         problem = self.problem
         with problem.guarded(seed=0), torch.no_grad(), problem.theta.view() as theta, problem.v.view() as v:
-            return _numbers(self.metrics(theta, v))
+            return _by_name(self.metrics(theta, v))
 
     def __iter__(self) -> Iterator[Row]:
         """One outer step after another, for the caller's own loop; it ends when the caller leaves it.
@@ -535,14 +535,15 @@ def seconds(budget: str | float) -> float:
 
 def _every(given: int | str | None) -> tuple[int | None, float | None]:
     """Outer steps, or seconds, between two checkpoints."""
-    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 1):
+    given = number(given)
+    if given is None or (isinstance(given, int) and not isinstance(given, bool) and 1 <= given < 2**63):
         return given, None
     if isinstance(given, str) and given.strip().isdecimal() and int(given) >= 1:
         return int(given), None
     if isinstance(given, str) and given.strip()[-1:] in ("s", "m", "h"):
         return None, seconds(given)
     raise InputError(
-        f"checkpoint_every is a whole number of outer steps, at least 1, or a time such as '60s' or '5m', got {given!r}."
+        f"checkpoint_every is a whole number of outer steps, at least 1, or a time such as '60s' or '5m', got {shown(given)}."
     )
 
 
@@ -552,14 +553,14 @@ def _finite(info: StepInfo) -> None:
             raise NonFiniteError(name)
 
 
-def _numbers(found: Any) -> dict[str, float]:
-    """What the metrics returned, made sure of: it stands in every row of the history, and in the checkpoint."""
+def _by_name(found: Any) -> dict[str, Any]:
+    """What the metrics returned, made sure of, with numbers as Python's: it stands in the rows of the history."""
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        odd = "a dict whose names are no text" if isinstance(found, dict) else f"a {type(found).__name__}"
         raise InputError(
-            f"metrics() returned {'a dict with names that are no text' if isinstance(found, dict) else f'a {type(found).__name__}'}."
-            " Return a dict of numbers by name, for example {'accuracy': 0.9}."
+            f"metrics() returned {odd}. Return a dict of numbers by name, for example {{'accuracy': 0.9}}."
         )
-    return {name: admitted("metrics()", name, value, float | None) for name, value in found.items()}
+    return {name: number(value) for name, value in found.items()}
 
 
 def _check_projections(project: Projection, project_v: Projection) -> None:

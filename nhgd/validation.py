@@ -193,6 +193,16 @@ def fitted(value: Any, hint: Any) -> Any:
     return value if isinstance(value, origin) else _NOTHING
 
 
+def number(value: Any) -> Any:
+    """The Python number that a value of NumPy's or a tensor holds; what is no number is left as it is.
+
+    >>> number(torch.tensor(0.5)), number("x")
+    (0.5, 'x')
+    """
+    fit = _number(value, float)
+    return value if fit is _NOTHING else fit
+
+
 def _number(value: Any, kind: type) -> Any:
     """A number of Python's, of NumPy's or in a tensor, as Python's; a truth value is no number."""
     if isinstance(value, Tensor):

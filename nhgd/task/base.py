@@ -101,8 +101,8 @@ def _seeded(build: Callable[..., Instance]) -> Callable[..., Instance]:
     @wraps(build)
     def within(self: Any, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
         check_seed(seed)
-        with Randomness(seed, device).scope():
-            return build(self, seed, device, data)
+        with Randomness(int(seed), device).scope():
+            return build(self, int(seed), device, data)
 
     return within
 
