@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import nhgd
 from nhgd.data import Data, Stream, reiterable
 from nhgd.data.batch import common_length, first_bad, leaves, lengths, move, transform
+from nhgd.memory import PeakMemory
 
 CPU = torch.device("cpu")
 
@@ -51,9 +52,46 @@ def test_a_new_order_at_every_pass_from_the_global_generator() -> None:
     assert torch.equal(order(), first)
 
 
-def test_batches_are_contiguous_slices() -> None:
+def test_batches_are_contiguous() -> None:
     for x, _ in Data(torch.randn(20, 3), batch=8):
         assert x.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(20, 3, dtype=torch.float64),
+        torch.randn(3, 20).T,
+        torch.randn(1, 4).expand(20, 4),
+        torch.randn(20, 2, 3, 3).to(memory_format=torch.channels_last),
+    ],
+    ids=["contiguous", "transposed", "expanded", "channels last"],
+)
+def test_batches_are_slices_of_the_permuted_tensors_bit_for_bit_and_stride_for_stride(x: Tensor) -> None:
+    torch.manual_seed(5)
+    order = torch.randperm(20)
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    batches = list(Data(x, batch=8))
+    assert torch.equal(torch.get_rng_state(), after)
+    assert [len(i) for _, i in batches] == [8, 8, 4]
+    for found, wanted, index, slice_of_order in zip(
+        [b[0] for b in batches], x[order].split(8), [b[1] for b in batches], order.split(8), strict=True
+    ):
+        assert torch.equal(found, wanted)
+        assert found.stride() == wanted.stride()  # in another order in memory sums may come out differently
+        assert torch.equal(index, slice_of_order)
+
+
+def test_no_shuffled_copy_of_the_data_is_held() -> None:
+    x = torch.randn(4000, 50)
+    stream = Stream(Data(x, batch=100), "inner_data", CPU)
+    with PeakMemory() as peak:
+        stream.peek()
+        for _ in range(100):  # two passes and a half
+            stream.next()
+    # Two orders and two batches, of the pass that ends and of the one that begins.
+    assert peak.bytes < 0.25 * x.nbytes
 
 
 def test_a_full_batch_is_not_copied() -> None:

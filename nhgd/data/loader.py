@@ -19,8 +19,8 @@ from nhgd.validation import validated
 class Data:
     """Tensors in memory, yielded as batches `(x, y, ..., index)`, reshuffled at every pass.
 
-    One pass permutes the tensors once into contiguous memory and then hands out slices, because a random gather for
-    every batch costs about a quarter of a small model's training step.
+    A pass draws an order and gathers each batch by it when it is asked for: no shuffled copy of the tensors is held, and the
+    memory of a batch serves the next.
 
     Args:
         arrays: tensors or NumPy arrays with the same first dimension.
@@ -70,15 +70,25 @@ class Data:
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         columns = (*self.tensors, self._index)
-        if self.shuffle and self.batch < self.samples:
-            order = torch.randperm(self.samples)
-            columns = tuple(t[order.to(t.device)] for t in columns)
-        for start in range(0, self.samples, self.batch):
-            yield tuple(t[start : start + self.batch] for t in columns)
+        places = range(0, self.samples, self.batch)
+        if not (self.shuffle and self.batch < self.samples):
+            for start in places:
+                yield tuple(t[start : start + self.batch] for t in columns)
+            return
+        order = torch.randperm(self.samples)
+        orders = {device: order.to(device) for device in {t.device for t in columns}}  # sent once a pass
+        for start in places:
+            yield tuple(_gathered(t, orders[t.device][start : start + self.batch]) for t in columns)
 
     def take(self, index: Tensor) -> tuple[Tensor, ...]:
         """The samples with these indices, as one batch."""
         return tuple(t[index.to(t.device)] for t in (*self.tensors, self._index))
+
+
+def _gathered(tensor: Tensor, index: Tensor) -> Tensor:
+    """Rows of a tensor, in the order of memory that they have in it."""
+    # index_select takes half the time of indexing, but knows no order of memory other than the usual one.
+    return tensor.index_select(0, index) if tensor.is_contiguous() else tensor[index]
 
 
 def _tensor(array: Any, device: torch.device | str | None) -> Tensor:
