@@ -214,7 +214,7 @@ def trees(problem: nhgd.Bilevel) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NETS)
 def test_layers_give_the_same_as_gradients(name: str, keep: str, fisher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if keep != "what is cheaper":
-        monkeypatch.setattr(fisher_window, "_factors_pay", lambda *_: keep == "factors")
+        monkeypatch.setattr(fisher_window, "factors_pay", lambda *_: keep == "factors")
     problem, batches = of_net(name)
     layer = FisherWindow(window=7, weights="ema", beta=0.8, records="layer", fisher=fisher)
     sample = FisherWindow(window=7, weights="ema", beta=0.8, records="sample", fisher=fisher)
@@ -248,7 +248,7 @@ def test_small_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("lengths", [(6, 3, 9, 6), (9, 6)])
 def test_sequences_may_differ_in_length(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fisher_window, "_factors_pay", lambda *_: True)
+    monkeypatch.setattr(fisher_window, "factors_pay", lambda *_: True)
     problem, _ = of_net("sequence")
     batches = [(normal(3, n, seed=n), torch.arange(3), torch.arange(3)) for n in lengths]
     layer, sample = FisherWindow(window=5), FisherWindow(window=5, records="sample")

@@ -348,7 +348,7 @@ class FisherWindow(AbstractInverse):
         for layer in _linear(theta) if self.records == "layer" else ():
             if id(layer.weight) in leaves:
                 width, out = layer.in_features + (id(layer.bias) in leaves), layer.out_features
-                if _factors_pay(1, roots, width, out):
+                if factors_pay(1, roots, width, out):
                     numbers += width + roots * out - roots * width * out
         itemsize: int = torch.promote_types(theta.dtype, torch.float32).itemsize
         rows = self.window * roots
@@ -371,7 +371,7 @@ def _linear(theta: Variable) -> list[nn.Linear]:
     return [] if theta.root is None else [m for m in theta.root.modules() if isinstance(m, nn.Linear)]
 
 
-def _factors_pay(places: int, roots: int, width: int, out: int) -> bool:
+def factors_pay(places: int, roots: int, width: int, out: int) -> bool:
     """Whether a product of two samples costs less from inputs and scores than from gradients; then they are smaller too."""
     return places**2 * (width + roots**2 * out) <= roots**2 * width * out
 
@@ -389,7 +389,7 @@ def _layer_news(state: WindowState, record: LayerStatistics) -> _News:
     roots = 1
     for layer in record.layers:
         roots, _, places, _, out = layer.scores.shape
-        first = state.gram is None and _factors_pay(places, roots, layer.inputs.shape[-1], out)
+        first = state.gram is None and factors_pay(places, roots, layer.inputs.shape[-1], out)
         if first or layer.weight in state.inputs:
             inputs[layer.weight] = layer.inputs
             scores[layer.weight] = layer.scores.transpose(0, 1)
