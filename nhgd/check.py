@@ -23,6 +23,7 @@ from nhgd.memory import PeakMemory, synchronise
 from nhgd.point import Point
 from nhgd.problem import Bilevel
 from nhgd.progress import bar
+from nhgd.threads import on_suited_threads
 from nhgd.validation import validated
 
 EXACT_BELOW = 500  # up to this D the dense solve is among the inverses that are compared when none are named
@@ -90,6 +91,7 @@ class Report:
 
 
 @validated
+@on_suited_threads
 def check(
     problem: Bilevel,
     inner_batch: Batch,

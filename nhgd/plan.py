@@ -18,6 +18,7 @@ from nhgd.memory import synchronise
 from nhgd.point import Point
 from nhgd.problem import Bilevel
 from nhgd.recorder import Recorder
+from nhgd.threads import on_suited_threads
 from nhgd.validation import validated
 
 
@@ -66,6 +67,7 @@ class Plan:
 
 
 @validated
+@on_suited_threads
 def plan(
     problem: Bilevel,
     inner_batch: Batch | None = None,

@@ -14,14 +14,16 @@ import numpy as np
 import torch
 
 from nhgd import execution as executions
+from nhgd import threads
 from nhgd.algorithm import AbstractAlgorithm, Settings, Stage, StepInfo
 from nhgd.algorithm import resolve as resolve_algorithm
 from nhgd.algorithm.stage import OptimizerFactory, Projection
 from nhgd.checkpoint import Keeper, Saved, last_kept
-from nhgd.data.batch import Batch, first_bad
+from nhgd.data.batch import Batch, common_length, first_bad
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError, check_seed
 from nhgd.execution import AbstractExecutor
 from nhgd.execution.base import Report
+from nhgd.inverse.work import largest
 from nhgd.path import check_name
 from nhgd.problem import Bilevel
 from nhgd.progress import bar
@@ -47,7 +49,9 @@ class Solution:
             far, and the metrics; and of the executor: lag (records that the curvature of the solve lacked), largest_lag (the
             most that were outstanding during the inner loop), inner_seconds, curvature_seconds, waited_seconds, overlap
             (the part of the curvature's time that the inner loop did not wait for) and bytes_sent.
-        stats: method, steps, seconds, oracle calls, poor_solves (outer steps whose linear solve was in trouble), execution.
+        stats: method, steps, seconds, threads (CPU threads that the steps were computed on: one where the largest operation is
+            small, unless OMP_NUM_THREADS, MKL_NUM_THREADS or torch.set_num_threads says how many), oracle calls, poor_solves
+            (outer steps whose linear solve was in trouble), execution.
         result: why the run ended: "steps", "budget", "plateau", or "stopped" when the caller's own loop ended it.
     """
 
@@ -177,10 +181,15 @@ class Solver:
                 # The first batches are looked at before anything moves, then drawn again by the run itself.
                 for stream in (self.stage.inner, self.stage.outer):
                     stream.remember = checkpoint is not None
-                problem.validate(self.stage.inner.peek(), self.stage.outer.peek())
-                self.stage.project_theta()
-                self.stage.project_v()
-                self._state = self.algorithm.init(self.stage)
+                inner_batch = self.stage.inner.peek()
+                with threads.measuring(problem.theta.device) as measured:
+                    problem.validate(inner_batch, self.stage.outer.peek())
+                work = largest(self.stage.inverse, problem.theta, common_length(inner_batch) or 1, inner_steps)
+                self.stage.chosen_threads = threads.suited(max(measured.flops, work), problem.theta.device)
+                with self.stage.computing():
+                    self.stage.project_theta()
+                    self.stage.project_v()
+                    self._state = self.algorithm.init(self.stage)
             except RunError as error:
                 # A worker that has lost another may hear why only now.
                 found = self.executor.explained(error)
@@ -284,7 +293,7 @@ class Solver:
         buffers = self._buffers()
         before = self.executor.measured()
         started = time.perf_counter()
-        with self._randomness.scope():
+        with self._randomness.scope(), self.stage.computing():
             try:
                 with self.executor.scope():
                     self.stage.begin()
@@ -331,7 +340,13 @@ class Solver:
         if self.metrics is None:
             return {}
         problem = self.problem
-        with problem.guarded(seed=0), torch.no_grad(), problem.theta.view() as theta, problem.v.view() as v:
+        with (
+            self.stage.computing(),
+            problem.guarded(seed=0),
+            torch.no_grad(),
+            problem.theta.view() as theta,
+            problem.v.view() as v,
+        ):
             return _by_name(self.metrics(theta, v))
 
     def __iter__(self) -> Iterator[Row]:
@@ -447,7 +462,8 @@ class Solver:
         """Keep curvature for the processes of the inner loop until they have finished; what they found."""
         with self._in_company():
             try:
-                told, (theta, v, *buffers) = self.executor.serve()
+                with self.stage.computing():
+                    told, (theta, v, *buffers) = self.executor.serve()
             except NhgdError as error:
                 raise self._with_last(error) from error
         problem = self.problem
@@ -470,6 +486,7 @@ class Solver:
             "inverse": None if self.stage.inverse is None else repr(self.stage.inverse),
             "steps": self.stage.clock.k,
             "seconds": self.seconds,
+            "threads": self.stage.threads,
             "oracle_calls": self.stage.calls.as_dict(),
             "poor_solves": sum(bool(row.get("poor_solve")) for row in self.history),
             "execution": {

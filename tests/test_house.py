@@ -32,6 +32,7 @@ ORDER = """
     variable
     problem
     point
+    threads
     one_sample
     record
     recorder

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
+from nhgd import threads
 from nhgd.algorithm.sharing import Level, is_mean_of_parts
 from nhgd.data.batch import Batch, leaves, move, transform
 from nhgd.data.loader import Data, Stream
@@ -150,6 +151,7 @@ class Stage:
         self.calls = OracleCalls()
         self.complaints = Complaints()
         self.clock = Clock()
+        self.chosen_threads: int | None = None  # CPU threads to compute on; None: as many as torch takes
         self.theta = Mover(problem.theta, "inner", settings.inner_optimizer, settings.inner_lr, 0.1)
         self.v = Mover(problem.v, "outer", settings.outer_optimizer, settings.outer_lr, 0.01)
         self.executor = executor
@@ -162,6 +164,24 @@ class Stage:
         self.recent: deque[Batch] = deque(maxlen=RECENT)  # this outer step's last inner batches, for diagnosis
         self._plain = Recorder(problem, calls=self.calls)
         self.use(inverse)
+
+    @property
+    def threads(self) -> int:
+        """How many CPU threads steps are computed on."""
+        return torch.get_num_threads() if self.chosen_threads is None else self.chosen_threads
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Inside, as many CPU threads are used as suit the problem; afterwards as many as before."""
+        return threads.limited(self.chosen_threads)
+
+    def take_threads(self, count: int) -> None:
+        """Choose as a run did that is gone on with, where it chose and nobody has said otherwise since."""
+        if (
+            count in (1, torch.get_num_threads())
+            and self.problem.theta.device.type == "cpu"
+            and not threads.are_chosen()
+        ):
+            self.chosen_threads = count
 
     def use(self, inverse: AbstractInverse | None) -> None:
         """Keep the state of this inverse from now on, beginning afresh."""

@@ -114,7 +114,7 @@ class Keeper:
         written = {
             "step": stage.clock.k,
             "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
+            "threads": stage.threads,
             "python": platform.python_version(),
             **self._fixed,
         }
@@ -136,7 +136,8 @@ class Keeper:
     def put_back(self, saved: Saved, stage: Stage) -> tuple[Any, dict[str, Any]]:
         """Bring a fresh stage to where the saved run stood; the state of its method, and the rest that was kept."""
         contents.check_optimisers(saved.path, saved.document["optimisers"], self._fixed["optimisers"])
-        _warn_of_other_arithmetic(saved)
+        stage.take_threads(saved.document["threads"])
+        _warn_of_other_arithmetic(saved, stage.threads)
         device = stage.problem.theta.device
         self._use_inverse(saved, stage)
         found = saved.tree("stage", self._classes, device)
@@ -158,9 +159,9 @@ class Keeper:
         stage.use(saved.tree("inverse", expected(stage.inverse), stage.problem.theta.device))
 
 
-def _warn_of_other_arithmetic(saved: Saved) -> None:
+def _warn_of_other_arithmetic(saved: Saved, threads: int) -> None:
     was = saved.document["torch"], saved.document["threads"]
-    now = torch.__version__, torch.get_num_threads()
+    now = torch.__version__, threads
     if was != now:
         warnings.warn(
             f"{saved.path} was written with torch {was[0]} and {was[1]} thread(s); now it is {now[0]} and {now[1]}. The run goes"

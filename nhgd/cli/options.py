@@ -64,10 +64,10 @@ def keep_to_threads(threads: int | None, device: torch.device) -> None:
         torch.set_num_threads(min(threads, torch.get_num_threads()))
 
 
-def note_crowding(executions: Iterable[str], device: torch.device) -> None:
+def note_crowding(executions: Iterable[str], device: torch.device, threads: int | None = None) -> None:
     """Say so when two sides of one process have more CPU threads than there are cores: they spin while they wait."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = torch.get_num_threads()
+    threads = torch.get_num_threads() if threads is None else threads
     beside = [name for name in executions if name in ("thread", "device:cpu")]
     if device.type == "cpu" and beside and 2 * threads > cores > 1:
         print(

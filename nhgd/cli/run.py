@@ -105,8 +105,6 @@ def run(
         executor.arrive()  # before anything that takes long, so that the others know that we are coming
     try:
         keep_to_threads(chosen.threads, where)
-        if not as_json:
-            note_crowding([execution], where)
         began = time.perf_counter()
         instance = chosen.build(checked_seed(seed), where, data)
         preparation = time.perf_counter() - began
@@ -122,6 +120,8 @@ def run(
         if resume and not going_on:
             print(f"There is no checkpoint in {kept['checkpoint']} yet: the run begins anew.", file=sys.stderr)
         solver = instance.start(algorithm, seed, executor, resume=going_on, **settings, **kept)
+        if not as_json:
+            note_crowding([execution], where, solver.stage.threads)
         if going_on:
             print(f"Going on from {kept['checkpoint']}, outer step {solver.stage.clock.k}.", file=sys.stderr)
     except BaseException as error:
@@ -142,6 +142,7 @@ def run(
                 "seed": seed,
                 "device": str(where),
                 "execution": solution.stats["execution"],
+                "threads": solution.stats["threads"],
                 "steps": solution.stats["steps"],
                 "seconds": solution.stats["seconds"],
                 "preparation_seconds": preparation,

@@ -37,6 +37,7 @@ class Launched(NamedTuple):
 class _Job(NamedTuple):
     work: Callable[[], Launched | None]
     is_record: bool
+    threads: int  # of the inner loop: the last digits of a sum depend on it
 
 
 class AbstractBeside(AbstractExecutor):
@@ -70,9 +71,7 @@ class AbstractBeside(AbstractExecutor):
         self._state: Any = self._first(inverse, theta)
         if self._thread is None and inverse.records is not None:
             self._ended = False
-            # A new thread has its own number of threads for a sum, on which the sum's last digits depend.
-            threads = torch.get_num_threads()
-            self._thread = threading.Thread(target=self._serve, args=(threads,), name="nhgd curvature", daemon=True)
+            self._thread = threading.Thread(target=self._serve, name="nhgd curvature", daemon=True)
             self._thread.start()
 
     @abstractmethod
@@ -115,7 +114,7 @@ class AbstractBeside(AbstractExecutor):
             wait()
             self._state = self._inverse.begin(self._state)
 
-        self._put(_Job(work, is_record=False))
+        self._put(work)
 
     def submit(self, record: InnerRecord) -> None:
         """Queue the record; wait while more than `max_lag` are outstanding."""
@@ -136,7 +135,7 @@ class AbstractBeside(AbstractExecutor):
             self._check_unchanged(versions)
             return None
 
-        self._put(_Job(work, is_record=True))
+        self._put(work, is_record=True)
         self._hold_back()
 
     def _hold_back(self) -> None:
@@ -205,8 +204,9 @@ class AbstractBeside(AbstractExecutor):
                 " does while the next step runs. Let inner() and the loader make new tensors, or set max_lag=0."
             )
 
-    def _put(self, job: _Job, first: bool = False) -> None:
-        """Queue a job."""
+    def _put(self, work: Callable[[], Launched | None], is_record: bool = False, first: bool = False) -> None:
+        """Queue a job, to be done on as many CPU threads as this thread computes on."""
+        job = _Job(work, is_record, torch.get_num_threads())
         with self._changed:
             self._raise()
             if self._thread is None:
@@ -236,8 +236,7 @@ class AbstractBeside(AbstractExecutor):
         if self._error is not None:
             raise self._error
 
-    def _serve(self, threads: int) -> None:
-        torch.set_num_threads(threads)
+    def _serve(self) -> None:
         try:
             with torch.no_grad(), self._there():
                 while self._serve_one():
@@ -255,6 +254,8 @@ class AbstractBeside(AbstractExecutor):
             if self._ended:
                 return False
             job = self._jobs.popleft()
+        if torch.get_num_threads() != job.threads:
+            torch.set_num_threads(job.threads)
         launched = job.work()
         with self._changed:
             if launched is not None:
@@ -290,7 +291,7 @@ class AbstractBeside(AbstractExecutor):
                 return self._state, 0
         copies: list[tuple[Any, Callable[[], None], int]] = []
         # Between two records, ahead of those that wait.
-        self._put(_Job(lambda: copies.append((*self._copied(), self._lag)), is_record=False), first=True)
+        self._put(lambda: copies.append((*self._copied(), self._lag)), first=True)
         self._wait(lambda: bool(copies), device=False)
         state, wait, lag = copies[0]
         wait()

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from nhgd.data.batch import Batch, move
+from nhgd import threads
+from nhgd.data.batch import Batch, common_length, move
 from nhgd.data.loader import one_batch, reiterable
 from nhgd.errors import InputError, NonFiniteError, check_seed
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
@@ -14,6 +15,7 @@ from nhgd.hypergradients.implicit import Implicit, implicit
 from nhgd.hypergradients.unrolled import Unrolled
 from nhgd.inverse import AbstractInverse
 from nhgd.inverse import resolve as resolve_inverse
+from nhgd.inverse.work import largest
 from nhgd.problem import Bilevel
 from nhgd.registry import Registry
 from nhgd.validation import validated_but
@@ -75,9 +77,12 @@ def hypergradient(
         raise InputError("inner_data yields no batch. Give it at least one, for example [(x, y)].")
     batches = [move(batch, device) for batch in batches]
     outer_batch = move(one_batch(outer_batch, "outer_batch"), device)
-    problem.validate(batches[0], outer_batch)
+    with threads.measuring(device) as measured:
+        problem.validate(batches[0], outer_batch)
     found = resolve_inverse("cg" if inverse is None else inverse)
-    made = chosen.estimate(problem, batches, outer_batch, found, seed)
+    work = largest(found if chosen.inverts else None, problem.theta, common_length(batches[0]) or 1)
+    with threads.limited(threads.suited(max(measured.flops, work), device)):
+        made = chosen.estimate(problem, batches, outer_batch, found, seed)
     if not all(bool(torch.isfinite(leaf).all()) for leaf in made.leaves):
         by = found.name if chosen.inverts else chosen.name
         raise NonFiniteError(

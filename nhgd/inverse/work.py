@@ -104,6 +104,17 @@ def flops(operation: Operation) -> float:
     return 16 * operation.size if operation.kind == "pass" else 0.0
 
 
+def largest(inverse: AbstractInverse | None, theta: Variable, samples: int, steps: int = 1) -> float:
+    """The floating-point operations of the largest single operation of an inverse, as far as shapes tell.
+
+    What a solve takes counts for less where there is one after so many inner `steps`.
+    """
+    if inverse is None:
+        return 0.0
+    found = work(inverse, Shape.of(theta, samples))
+    return max((*map(flops, found.step), *(flops(o) / steps for o in found.solve)), default=0.0)
+
+
 @singledispatch
 def work(inverse: AbstractInverse, shape: Shape) -> Work:
     """What an inverse computes. Of one that is not known here: its Hessian products, with a few vectors around each."""

@@ -19,8 +19,10 @@ from nhgd.inverse.learning import learn
 from nhgd.point import Point
 from nhgd.problem import Bilevel
 from nhgd.randomness import Randomness
+from nhgd.threads import on_suited_threads
 
 
+@on_suited_threads
 def newton(problem: Bilevel, batch: Batch, tol: float = 1e-12, steps: int = 100) -> float:
     """Newton's method with a dense Hessian and step halving, in place; returns the norm of the last gradient.
 
@@ -52,6 +54,7 @@ def newton(problem: Bilevel, batch: Batch, tol: float = 1e-12, steps: int = 100)
     return norm
 
 
+@on_suited_threads
 def lbfgs(problem: Bilevel, batch: Batch, tol: float, steps: int = 2000) -> float:
     """Full-batch L-BFGS with a strong Wolfe search, in place; returns the norm of the last gradient, at most `tol`."""
     theta = problem.theta
@@ -87,6 +90,7 @@ def lbfgs(problem: Bilevel, batch: Batch, tol: float, steps: int = 2000) -> floa
     return norm
 
 
+@on_suited_threads
 def newton_cg(
     problem: Bilevel, batch: Batch, tol: float, teacher: Bilevel | None = None, steps: int = 50, samples: int = 4096
 ) -> float:
@@ -155,6 +159,7 @@ def _descend(problem: Bilevel, batch: Batch, at: Point, gradient: Tensor, step: 
     return False
 
 
+@on_suited_threads
 def gauss_newton(problem: Bilevel, batch: Batch, steps: int, floor: float, seed: int = 0) -> float:
     """Levenberg-Marquardt steps in the space of the outputs, in place; returns the norm of the last gradient.
 
@@ -173,6 +178,7 @@ def gauss_newton(problem: Bilevel, batch: Batch, steps: int, floor: float, seed:
     return float(Point(problem, [batch]).gradient().norm())
 
 
+@on_suited_threads
 def adam(problem: Bilevel, batch: Batch, steps: int, lr: float) -> float:
     """Full-batch Adam, in place; returns the norm of the last gradient."""
     theta = problem.theta

@@ -1,0 +1,144 @@
+"""How many CPU threads a small problem takes: one.
+
+An operation that takes a fraction of a millisecond gains little from a second thread, and threads that wait for a busy core
+spin: on two cores with another process beside it a small run took twenty times as long on two threads as on one. Whether
+a problem is small is told by the shapes of its operations and not by a clock, so that a run which is resumed chooses the
+same, because sums come out differently in their last digits with another number of threads.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from nhgd.data.batch import Batch, move
+from nhgd.problem import Bilevel
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+SMALL = 5e7  # floating-point operations in the largest single operation: a millisecond or two of one core
+PER_NUMBER = 16  # what reading or writing a number costs, in floating-point operations of a matrix product
+
+
+class LargestOperation(TorchDispatchMode):
+    """Counts the floating-point operations of the largest single operation inside this block, from shapes.
+
+    >>> with LargestOperation() as largest:
+    ...     product = torch.ones(100, 200) @ torch.ones(200, 300)
+    >>> largest.flops
+    12000000.0
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without annotations
+        self.flops = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not func.is_view:
+            numbers = sum(t.numel() for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor))
+            formula = flop_registry.get(func._overloadpacket)
+            flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=result))
+            self.flops = max(self.flops, flops, float(PER_NUMBER * numbers))
+        return result
+
+
+def are_chosen() -> bool:
+    """Whether somebody has said how many threads torch is to take: by the environment, or by torch.set_num_threads."""
+    if any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
+        return True
+    return torch.get_num_threads() != _FIRST or _FIRST not in _usual()
+
+
+def suited(flops: float, device: torch.device) -> int | None:
+    """How many threads suit work whose largest operation takes so many floating-point operations; None: leave them."""
+    if device.type != "cpu" or flops > SMALL or torch.get_num_threads() == 1 or are_chosen():
+        return None
+    return 1
+
+
+@contextmanager
+def measuring(device: torch.device) -> Iterator[LargestOperation]:
+    """Find out how large the operations inside are, where that can matter; elsewhere they count as endless."""
+    found = LargestOperation()
+    if device.type != "cpu" or torch.get_num_threads() == 1 or are_chosen():
+        found.flops = float("inf")
+        yield found
+        return
+    with found:
+        yield found
+
+
+@contextmanager
+def limited(threads: int | None) -> Iterator[None]:
+    """Inside, this thread computes on so many threads; afterwards on as many as before. None: nothing changes."""
+    before = torch.get_num_threads()
+    if threads is None or threads == before:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def on_suited_threads(function: Function) -> Function:
+    """Let a function of a problem and an inner batch compute on as many threads as suit a gradient on that batch."""
+    names = list(inspect.signature(function).parameters)[:2]
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        problem, batch = (args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names))
+        with limited(_suited_to(problem, batch)):
+            return function(*args, **kwargs)
+
+    return cast("Function", run)
+
+
+def _suited_to(problem: Any, batch: Batch) -> int | None:
+    if not isinstance(problem, Bilevel) or batch is None:
+        return None
+    device = problem.theta.device
+    try:
+        with measuring(device) as found:
+            if found.flops == float("inf"):
+                return None
+            with problem.guarded(seed=0), torch.enable_grad():
+                value = problem.objective(move(batch, device))
+                torch.autograd.grad(value, problem.theta.leaves, allow_unused=True)
+    except Exception:  # whatever it is, the function will meet it too, and say it better
+        return None
+    return suited(found.flops, device)
+
+
+def _usual() -> set[int]:
+    """The numbers that torch may have chosen by itself: the cores that this process may use, with or without siblings."""
+    everywhere = os.cpu_count() or 1
+    if not hasattr(os, "sched_getaffinity"):
+        return {everywhere, max(1, everywhere // 2), _FIRST}
+    mine = os.sched_getaffinity(0)
+    return {everywhere, len(mine), len({_siblings(core) for core in mine})}
+
+
+def _siblings(core: int) -> str:
+    """What tells a physical core from others."""
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text(encoding="ascii")
+    except OSError:
+        return str(core)
+
+
+_FIRST = torch.get_num_threads()  # before the user had time to change it, in most programs
