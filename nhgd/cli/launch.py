@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -18,13 +19,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
-
-from torch._C._distributed_c10d import TCPStore
 
 from nhgd.cli.started import started_by_someone as started_by_someone
 from nhgd.errors import RunError
+from nhgd.execution.address import SECRET, keep_store, stay_local
 from nhgd.execution.pulse import START
 from nhgd.execution.roles import Roles
 
@@ -80,7 +79,7 @@ def launch(arguments: Sequence[str], roles: Roles, restarts: int, timeout: float
     warning and change nothing of the exit code, 0.
     """
     for attempt in range(restarts + 1):
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        store = keep_store("127.0.0.1", 0, limit=60.0)
         with _members(arguments, roles, store.port, attempt) as (members, output):
             code, why = _watch(members, roles, timeout)
         for member in members:
@@ -137,8 +136,9 @@ def _members(
     if in_main:
         signal.signal(signal.SIGTERM, terminated)
     try:
+        secret = secrets.token_hex(16)
         for rank in range(roles.world):
-            members.append(_start(arguments, roles, rank, port, attempt, output))
+            members.append(_start(arguments, roles, rank, port, attempt, output, secret))
         yield members, output
     finally:
         _end(members)
@@ -146,7 +146,9 @@ def _members(
             signal.signal(signal.SIGTERM, before)
 
 
-def _start(arguments: Sequence[str], roles: Roles, rank: int, port: int, attempt: int, output: bytearray) -> Member:
+def _start(
+    arguments: Sequence[str], roles: Roles, rank: int, port: int, attempt: int, output: bytearray, secret: str
+) -> Member:
     world = str(roles.world)
     environment = os.environ | {
         "RANK": str(rank),
@@ -159,7 +161,9 @@ def _start(arguments: Sequence[str], roles: Roles, rank: int, port: int, attempt
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         LAUNCHER: str(os.getpid()),
+        SECRET: secret,
     }
+    stay_local(environment)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // roles.world)))
     ours, theirs = os.pipe()
     os.set_blocking(ours, False)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from nhgd.errors import InputError, NhgdError, RunError
+from nhgd.execution.address import is_local, keep_store, stay_local
 from nhgd.execution.channel import FOREVER, Channel, abort, interrupt
 from nhgd.execution.protocol import Tag
 from nhgd.execution.pulse import START, Pulse
@@ -113,6 +114,8 @@ def arrive(workers: int | None, curvature: int, timeout: float) -> Arrival:
                 f" {', '.join(missing)} in its environment). Start the program by torchrun --nproc-per-node"
                 f" {(workers or 1) + curvature} PROGRAM, or use the command line: nhgd run TASK --execution distributed."
             )
+        if is_local(os.environ["MASTER_ADDR"]):
+            stay_local(os.environ)
         rank = int(os.environ["RANK"])
         roles = Roles.of(int(os.environ["WORLD_SIZE"]), workers, curvature)  # before anyone waits for anyone
         store = given = _interruptible(lambda: _tcp(rank == 0 and not _agent(), limit), roles, limit=limit)
@@ -168,14 +171,11 @@ def _backend() -> str:
 
 def _tcp(keeps: bool, limit: float) -> Any:
     """A connection to the store that the environment names; the process that keeps it makes it."""
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=keeps,
-        timeout=timedelta(seconds=limit),
-        wait_for_workers=False,  # the pulse does that, and knows who is missing
-        multi_tenant=keeps,
-    )
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if keeps:
+        store = keep_store(host, port, limit, shared=True)
+    else:  # the pulse waits for the others, and knows who is missing
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit), wait_for_workers=False)
     return PrefixStore(f"nhgd/{_joined}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 

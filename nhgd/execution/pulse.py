@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from nhgd.errors import RunError
+from nhgd.execution.address import opened, printable, sealed
 from nhgd.execution.roles import Roles
 
 # Seconds, at least, for a sign of life until everyone has met. Imports hold Python's lock, on a crowded machine for seconds,
@@ -208,17 +209,21 @@ class Pulse:
             try:
                 self._beats += 1
                 telling = self._beats, self._words, self._done, self._parts
-                self._store.set(self._key(self._rank), json.dumps(telling))
+                key = self._key(self._rank)
+                self._store.set(key, sealed(key, json.dumps(telling)))
                 # A key that is not there yet would be waited for.
                 here = [o for o in self._others if o not in unseen or self._store.check([self._key(o)])]
                 found = self._store.multi_get([self._key(other) for other in here]) if here else []
                 now = time.monotonic()
-                for other, text in zip(here, found, strict=True):
+                for other, message in zip(here, found, strict=True):
+                    text = opened(self._key(other), message.decode(errors="replace"))
+                    if text is None:
+                        continue  # a stranger's
                     number, words, done, self._done_by[other] = json.loads(text)
                     if number != self._numbers[other][0]:
                         self._numbers[other] = number, now
                     if words is not None:
-                        self._last_words[other] = words
+                        self._last_words[other] = printable(words)
                     # Of this run, not of one before: then it is as often done as we are, or will be.
                     excused = done and self._done_by[other] >= self._parts + self._engaged
                     (self._excused.add if excused else self._excused.discard)(other)

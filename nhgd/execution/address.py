@@ -1,0 +1,98 @@
+"""Where the processes of a run listen: on this machine alone, unless an address says otherwise."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+# In the environment of processes that were started together: the name of what their messages are sealed with.
+SECRET = "NHGD_SECRET"  # noqa: S105
+LONGEST = 1000  # characters of another process's words that are repeated
+
+
+def keep_store(host: str, port: int, limit: float, shared: bool = False) -> Any:
+    """A store that listens at this address and no other, where torch's own would listen at every one of the machine.
+
+    `shared` lets several of one process stand at one port.
+    """
+    options: dict[str, Any] = {
+        "is_master": True,
+        "timeout": timedelta(seconds=limit),
+        "wait_for_workers": False,
+        "multi_tenant": shared,
+    }
+    try:
+        listening = _listening(host, port)
+    except OSError:
+        if not shared:
+            raise
+        return TCPStore(
+            host, port, **options
+        )  # one of this process's own that stands there already, or torch says why not
+    return TCPStore(host, listening.getsockname()[1], **options, master_listen_fd=listening.detach())
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    made = socket.socket(family, kind, protocol)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(1024)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def is_local(host: str) -> bool:
+    """Whether an address is that of this machine alone.
+
+    >>> is_local("127.0.0.1"), is_local("192.0.2.1")
+    (True, False)
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
+    except (OSError, ValueError):
+        return False
+
+
+def stay_local(environment: Any) -> None:
+    """Let gloo and NCCL connect processes by the loopback interface, unless the environment names another."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if names:
+        for backend in ("GLOO", "NCCL"):
+            environment.setdefault(f"{backend}_SOCKET_IFNAME", names[0])
+
+
+def sealed(key: str, text: str) -> str:
+    """A message with a seal that nobody can make who does not know the secret of the run."""
+    return f"{_seal(key, text)} {text}"
+
+
+def opened(key: str, message: str) -> str | None:
+    """A message without its seal; None where it is not one of this run."""
+    seal, _, text = message.partition(" ")
+    return text if hmac.compare_digest(seal, _seal(key, text)) else None
+
+
+def _seal(key: str, text: str) -> str:
+    return hmac.new(os.environ.get(SECRET, "").encode(), f"{key} {text}".encode(), hashlib.sha256).hexdigest()
+
+
+def printable(words: str) -> str:
+    r"""Another process's words on one line, without what a terminal would obey.
+
+    >>> printable("gone\n\x1b[2J")
+    'gone ?[2J'
+    """
+    shown = "".join(c if c.isprintable() else "?" for c in " ".join(str(words).split()))
+    return shown if len(shown) <= LONGEST else f"{shown[:LONGEST]} ..."
