@@ -306,6 +306,38 @@ def test_the_literal_ema_overflows_in_float32_and_the_guard_stops_it_before() ->
     assert "form='matrix' or fisher_window" in message
 
 
+def test_an_inner_loop_that_diverges_is_not_called_wound_up() -> None:
+    """Ridge regression whose ridge has become so strong that gradient steps overshoot."""
+    torch.manual_seed(0)
+    x, target = normal(20, 4), normal(20, seed=1)
+    problem = nhgd.Bilevel(
+        lambda theta, v, batch: (batch[0] @ theta - batch[1]).square(),
+        lambda theta, v, batch: (batch[0] @ theta - batch[1]).square().mean(),
+        torch.ones(4, dtype=torch.float64),
+        torch.full((4,), 9.0, dtype=torch.float64),
+        l2=lambda v: v.exp(),
+    )
+    solver = nhgd.Solver(problem, [(x, target)], [(x, target)], method="nhgd-paper", inner_lr=0.1)
+    with pytest.raises(NonFiniteError, match=r"times as long as those before it, so the inner loop diverges\. Lower") as caught:
+        solver.run(steps=1)
+    assert "wound up" not in str(caught.value)
+    assert "form='matrix'" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("sizes", "cause"), [((1.0, 1e5, 1e10), "diverges"), ((1e7,), "should the prior be (now 1)")])
+def test_gradients_that_outgrow_the_prior_are_told_from_an_inverse_that_winds_up(
+    sizes: tuple[float, ...], cause: str
+) -> None:
+    inverse = FisherDense(form="inverse", update="ema", beta=0.8, records="raw")
+    state = inverse.init(point().problem.theta)
+    with pytest.raises(NonFiniteError) as caught:  # noqa: PT012
+        for size in sizes:
+            row = size * normal(D)
+            state = inverse.observe(state, BatchGradient(None, row, 1))
+    assert cause in str(caught.value)
+    assert "wound up" not in str(caught.value)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_guard_can_restart_from_the_prior(dtype: torch.dtype) -> None:
     batches, _ = rank_ten(400)

@@ -238,13 +238,31 @@ class FisherDense(AbstractInverse):
         if problem is None:
             return moved
         if self.guard == "stop":
-            raise NonFiniteError(
-                f"FisherDense: at observation {moved.observed} {problem}. Each step multiplies the inverse by"
-                f" {1 / (1 - self._gain(state.count)):.4g} in the directions that no gradient visits. Use form='matrix' or"
-                " fisher_window, which hold a constant damping, or guard='restart'."
+            said = self._exploded(state, moved, total, folded[-1]) or (
+                f"{problem}. Each step multiplies the inverse by {1 / (1 - self._gain(state.count)):.4g} in the directions that"
+                " no gradient visits. Use form='matrix' or fisher_window, which hold a constant damping, or guard='restart'."
             )
+            raise NonFiniteError(f"FisherDense: at observation {moved.observed} {said}")
         fresh = self._fresh(len(state.matrix), state.matrix.device)
         return replace(fresh, observed=moved.observed, restarts=state.restarts + 1)
+
+    def _exploded(self, before: DenseState, moved: DenseState, total: float, largest: float) -> str | None:
+        """What is wrong where it is the gradients that have grown since the prior, and not the inverse, as a sentence."""
+        if not moved.curvature / self.prior > abs(largest) * self.prior:
+            return None
+        energy = total / len(moved.matrix)
+        shown = f"the gradients show a mean curvature of {moved.curvature:.2g}, beside which the inverse,"
+        shown += f" {largest:.2g} at most, is lost in rounding"
+        if before.count > self.t0 and energy > before.curvature:
+            times = math.sqrt(energy / before.curvature) if before.curvature > 0 else math.inf
+            return (
+                f"{shown}: the gradient of this inner step is {times:.2g} times as long as those before it, so the inner loop"
+                " diverges. Lower inner_lr, or keep v where the inner problem is milder (project_v)."
+            )
+        return (
+            f"{shown}. Either the inner loop has diverged, and inner_lr is too large, or gradients are of this size here, and"
+            f" so should the prior be (now {self.prior:.2g})."
+        )
 
     @property
     def sums(self) -> bool:
