@@ -170,6 +170,7 @@ class Solver:
         self.problem = problem
         self.algorithm = resolve_algorithm(method).prepared(problem)
         self.executor = executions.resolve(execution, max_lag=max_lag)
+        _refuse_idle(self.executor, self.algorithm)
         self.metrics = metrics
         self.metrics_every = metrics_every
         self.history: list[Row] = []
@@ -534,6 +535,17 @@ class Solver:
         return NonFiniteError(
             f"Outer step {step}: {what} theta and v were put back to where this step began. Lower inner_lr or outer_lr, add"
             " l2, or project theta (project=R)."
+        )
+
+
+def _refuse_idle(executor: AbstractExecutor, algorithm: AbstractAlgorithm) -> None:
+    """An execution with nothing to run would change nothing, and its user would believe that it did."""
+    inverse = algorithm.online
+    if executor.beside and not executor.gathers and (inverse is None or inverse.records is None):
+        by = "" if inverse is None or inverse.name in algorithm.name else f" with {inverse.name}"
+        raise InputError(
+            f"The method {algorithm.name}{by} learns no curvature from the inner steps, so {executor.name} execution would have"
+            " nothing to run. Use execution inline, or a method that learns, such as nhgd."
         )
 
 

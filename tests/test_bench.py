@@ -128,7 +128,10 @@ def test_two_sides_with_more_threads_than_cores_are_noted(threads, monkeypatch):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        for command in ((*QUICK, "--execution", "thread"), ("run", "l2", "--preset", "quick", "--execution", "thread")):
+        for command in (
+            (*QUICK, "--execution", "thread"),
+            ("run", "l2", "--preset", "quick", "--method", "nhgd", "--execution", "thread"),
+        ):
             said = invoke(*command, "--steps", "1").stderr
             assert ("2 threads each, on 2 cores" in said and "OMP_NUM_THREADS=1" in said) == (threads == 2)
     finally:

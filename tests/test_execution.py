@@ -15,7 +15,7 @@ from nhgd.errors import InputError, RunError
 from nhgd.execution import Device, Inline, Stream, Thread, resolve
 from nhgd.execution.base import Traffic
 from nhgd.execution.beside import Launched
-from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Identity, Refined
+from nhgd.inverse import EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Identity, Refined
 from nhgd.point import Point
 from nhgd.record import PerSampleGradients, tensors
 from nhgd.recorder import Recorder
@@ -76,9 +76,7 @@ def test_every_backend_equals_inline_bit_for_bit(name, backend, max_lag):
     assert solution.stats["execution"]["records"] == 20
 
 
-@pytest.mark.parametrize(
-    "method", [NHGDSingle(KFAC()), AID(KFAC()), AID(CG(damping=2.0)), NHGD(KFAC(), cross="trajectory")]
-)
+@pytest.mark.parametrize("method", [NHGDSingle(KFAC()), AID(KFAC()), NHGD(KFAC(), cross="trajectory")])
 @pytest.mark.parametrize("backend", BESIDE)
 def test_other_algorithms_equal_inline_too(method, backend):
     v, theta, rows, _ = solved("inline", method)
@@ -316,11 +314,24 @@ def test_what_was_interrupted_is_looked_at_again():
     executor.close()
 
 
-def test_a_method_that_learns_nothing_starts_no_thread():
+@pytest.mark.parametrize("execution", ["thread", "device:cpu", Thread()], ids=["thread", "device", "object"])
+@pytest.mark.parametrize(
+    ("method", "called"),
+    [
+        ("soba", "soba"),
+        ("itd", "itd"),
+        ("f2sa", "f2sa"),
+        ("aid-cg", "aid with cg"),
+        (AID(Identity()), "aid with identity"),
+    ],
+)
+def test_an_execution_that_would_have_nothing_to_run_is_refused(method, called, execution):
+    problem, inner, outer = catalogue.mlp_module()
     before = threading.active_count()
-    *_, solution = solved("thread", AID(Identity()), steps=2)
+    expected = rf"The method {called} learns no curvature .* would have nothing to run\. Use execution inline, or"
+    with pytest.raises(nhgd.InputError, match=expected):
+        nhgd.Solver(problem, [inner], [outer], method=method, execution=execution)
     assert threading.active_count() == before
-    assert solution.stats["execution"]["records"] == 0
 
 
 def test_device_counts_the_bytes_it_moves():

@@ -318,7 +318,9 @@ def test_an_inner_loop_that_diverges_is_not_called_wound_up() -> None:
         l2=lambda v: v.exp(),
     )
     solver = nhgd.Solver(problem, [(x, target)], [(x, target)], method="nhgd-paper", inner_lr=0.1)
-    with pytest.raises(NonFiniteError, match=r"times as long as those before it, so the inner loop diverges\. Lower") as caught:
+    with pytest.raises(
+        NonFiniteError, match=r"times as long as those before it, so the inner loop diverges\. Lower"
+    ) as caught:
         solver.run(steps=1)
     assert "wound up" not in str(caught.value)
     assert "form='matrix'" not in str(caught.value)

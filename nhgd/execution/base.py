@@ -86,6 +86,7 @@ class AbstractExecutor(ABC):
 
     name: ClassVar[str]
     beside: ClassVar[bool] = True  # whether curvature is kept beside the inner loop, so that there can be a lag
+    gathers: ClassVar[bool] = False  # whether it also brings workers together, who share the inner loop of any method
     usual_lag: ClassVar[int] = 8
     team: AbstractTeam = Alone()  # the workers that share the inner batches
 

@@ -52,6 +52,7 @@ class Distributed(AbstractExecutor):
     """
 
     name: ClassVar[str] = "distributed"
+    gathers: ClassVar[bool] = True
 
     def __init__(
         self,
