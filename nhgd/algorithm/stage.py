@@ -40,6 +40,7 @@ from nhgd.variable import Variable
 OptimizerFactory: TypeAlias = Callable[[list[Tensor]], Optimizer] | type[Optimizer] | Optimizer
 Projection: TypeAlias = float | tuple[float, float] | Callable[[Any], Any] | None
 RECENT = 64
+STEP_SEED = 0x9E3779B1  # odd: torch's generator on a CPU takes the low 32 bits of a seed, and they differ at every step
 
 
 @dataclass(frozen=True)
@@ -310,7 +311,7 @@ class Stage:
         before = torch.get_rng_state()
         seed = self.seed()
         torch.set_rng_state(before)
-        return seed + 2**31 * self.clock.total
+        return seed + STEP_SEED * self.clock.total
 
     def inner_step(self, batch: Batch | None = None, record: bool = True, seed: int | None = None) -> Tensor:
         """Draw a batch, take one projected optimiser step on theta, and return the loss before it."""
