@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +16,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 
 import nhgd
 from nhgd.algorithm import AID, NHGD, AbstractAlgorithm, NHGDSingle
@@ -23,9 +26,14 @@ from nhgd.algorithm.stage import Stage
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError
 from nhgd.execution import Distributed, Inline
 from nhgd.execution.base import Report
+from nhgd.execution.channel import Channel, Message
 from nhgd.execution.division import Division
+from nhgd.execution.elsewhere import ridge_point
 from nhgd.execution.packing import from_bytes, joined, packed, shapes, to_bytes, unpacked
+from nhgd.execution.protocol import Tag, Word
+from nhgd.execution.pulse import Pulse
 from nhgd.execution.roles import Roles
+from nhgd.execution.serving import Serving
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Refined
 from nhgd.record import tensors
 from nhgd.recorder import Recorder
@@ -152,6 +160,7 @@ def in_two(rank: int, size: int, folder: str) -> Answers:
     found["undelivered"] = undelivered(rank)
     dist.barrier()
     found["held"] = held()
+    found["replies kept"] = replies_kept()
     return found
 
 
@@ -167,6 +176,18 @@ def many_shapes() -> Answers:
     finally:
         solver.close()
         nhgd.execution.distributed.FORMS = 64
+
+
+def replies_kept() -> int:
+    """How many replies a curvature rank holds in memory after twelve outer steps."""
+    executor = Distributed()
+    solver = a_solver(executor, NHGD(KFAC()))
+    try:
+        solver.run(steps=12)
+        lanes = executor._member.channel._out
+        return sum(len(works) for lane, works in lanes.items() if lane.tag == Tag.REPLIES)
+    finally:
+        solver.close()
 
 
 def of_many_sizes(execution: Any) -> nhgd.Solver:
@@ -449,6 +470,12 @@ def test_forms_of_records_are_forgotten_on_both_sides():
         assert found["many shapes"]["forms"] == 3
 
 
+def test_replies_that_have_arrived_are_let_go_of():
+    inner, curvature = (found["replies kept"] for found in answers(2))
+    assert inner == 0
+    assert 0 < curvature < 12
+
+
 def test_a_step_in_which_a_process_was_lost_fails_and_is_not_kept():
     for kind, sentence, kept in (row for found in answers(2) for row in found["broken off"]):
         assert kind == "RunError"
@@ -588,6 +615,73 @@ def test_shards_join_to_the_record_of_the_batch(kind, fisher):
     ours, theirs = (inverse.observe(inverse.init(problem.theta), r).tensors() for r in (joined(shards), whole))
     for key, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[key], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "exact"])
+def test_rows_of_shards_join_in_the_order_of_the_batch(fisher):
+    """Sums over samples do not see the order; a window, whose places belong to samples, does."""
+    _, (x, y, i), _ = problem_of(Mixed)
+    for kind in ("layer", "sample"):
+        problem, whole = records(Mixed, kind, fisher)
+        recorder = Recorder(problem, kind, fisher)
+        shards = [recorder.step((x[part], y[part], i[part])).record for part in (slice(0, 5), slice(5, SAMPLES))]
+        ours = joined(shards)
+        if kind == "sample":
+            torch.testing.assert_close(ours.rows, whole.rows)
+        else:
+            torch.testing.assert_close(ours.other_rows, whole.other_rows)
+            for own, expected in zip(ours.layers, whole.layers, strict=True):
+                torch.testing.assert_close(own.inputs, expected.inputs)
+                torch.testing.assert_close(own.scores, expected.scores)
+        window = FisherWindow(window=SAMPLES, records=kind, fisher=fisher)
+        found, expected = (window.observe(window.init(problem.theta), record).gram for record in (ours, whole))
+        torch.testing.assert_close(found, expected)
+
+
+class Changing(list[Tensor]):
+    """Tensors of a record that a later inner step writes into, just before they are sent."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__([tensor])
+        self.walks = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.walks += 1
+        if self.walks == 2:  # the first is that of post(), which notes the versions
+            self[0].add_(1)
+        return super().__iter__()
+
+
+@pytest.fixture
+def alone() -> Iterator[Channel]:
+    """The channel of a process that is in a group of its own."""
+    pulse = Pulse(HashStore(), Roles(1, 0), 0, 60.0)
+    channel = Channel(ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=5)), 0, pulse)
+    yield channel
+    channel.close()
+
+
+def test_a_record_that_is_changed_on_its_way_ends_the_run(alone):
+    alone.post(0, Tag.RECORDS, Word.RECORD, tensors=Changing(torch.zeros(3)))
+    end = time.monotonic() + 60
+    with pytest.raises(
+        RunError, match=r"changed in place while its record was on its way\. Let inner\(\) and the loader"
+    ):
+        alone.wait(lambda: time.monotonic() > end)
+
+
+def test_a_kept_factor_is_of_the_ridge_that_it_was_made_with(alone):
+    """A curvature rank factorises once for several right-hand sides at one point, and again where the ridge differs."""
+    problem, record = records(small, "layer")
+    inverse = KFAC()
+    serving = Serving(alone, Roles(0, 1), 0, inverse, problem.theta, 8)
+    serving._state = state = inverse.observe(inverse.init(problem.theta), record)
+    u = torch.ones(problem.theta.numel, dtype=torch.float64)
+    for l2 in (0.1, 0.1, 0.1, 0.3, 0.3):
+        ridge = torch.full_like(u, 2 * l2)
+        _, (x,) = serving._solved(Message(Word.SOLVE, 0, {"marked": False, "damping": None}, [u, ridge], 0))
+        expected, _ = inverse.solve(state, u, ridge_point(u, ridge))
+        torch.testing.assert_close(x, expected)
 
 
 def test_bytes_of_several_kinds_stand_where_they_may():

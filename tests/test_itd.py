@@ -102,22 +102,33 @@ def test_each_step_has_its_own_size():
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
-def test_the_ball_is_differentiated_too():
-    problem, inner, outer = catalogue.weighted_logistic()
+@pytest.mark.parametrize("binds", [True, False])
+def test_the_ball_is_differentiated_too(binds):
+    """From near zero gradient steps lead outwards: beyond a small ball at each of them, within a large one at none."""
+
+    def near_zero() -> catalogue.Made:
+        made = catalogue.weighted_logistic()
+        made[0].theta.assign(0.01 * oracles.theta_of(made[0]))
+        return made
+
+    problem, inner, outer = near_zero()
     theta, v = oracles.theta_of(problem), oracles.v_of(problem)
-    radius = 0.5 * float(theta.norm())
+    radius = 0.01 if binds else 50.0
+    reached = []
 
     def end(at: Tensor) -> float:
-        moved = theta * radius / theta.norm()  # the start is projected too
+        moved = theta * min(1.0, radius / float(theta.norm()))  # the start is projected too
         for _ in range(4):
             moved = moved - 0.3 * oracles.gradient(problem, inner, moved, at)
+            reached.append(float(moved.norm()))
             moved = moved * min(1.0, radius / float(moved.norm()))
         return float(oracles.outer(problem, outer, moved, at))
 
     expected = v - 0.2 * oracles.finite_differences(end, v)
-    found, moved, _ = stepped(catalogue.weighted_logistic, ITD(), inner_steps=4, project=radius)
+    assert all((norm > 1.2 * radius) == binds for norm in reached)
+    found, moved, _ = stepped(near_zero, ITD(), inner_steps=4, project=radius)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
-    assert float(moved.norm()) <= radius * (1 + 1e-12)
+    assert float(moved.norm()) == pytest.approx(radius if binds else reached[3], rel=1e-3)
 
 
 def test_at_the_optimum_it_is_a_neumann_series():

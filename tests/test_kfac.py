@@ -413,6 +413,27 @@ def test_periods() -> None:
         torch.testing.assert_close(after(kept, count), after(now, since))
 
 
+@pytest.mark.parametrize(
+    ("period", "phase", "due"),
+    [(3, 0, [1, 3, 6]), (3, 1, [1, 4, 7]), (3, 2, [1, 2, 5, 8]), (4, 1, [1, 5]), (2, 3, [1, 3, 5, 7])],
+)
+@pytest.mark.parametrize("kind", [KFAC, EKFAC])
+def test_bases_are_made_at_the_first_observation_and_at_the_phase_of_each_period(
+    kind: Any, period: int, phase: int, due: list[int]
+) -> None:
+    problem, batch = made("mlp", samples=8)
+    inverse = kind(beta=None, invert_every=period, invert_phase=phase)
+    state, before, found = inverse.init(problem.theta), None, []
+    recorder = Recorder(problem, "layer")
+    for i in range(8):
+        state = inverse.observe(state, recorder.step(tuple(t[i : i + 1] for t in batch)).record)
+        (vectors, *_) = [basis["input_vectors"] for basis in state.bases.values()]
+        if vectors is not before:
+            found.append(i + 1)
+        before = vectors
+    assert found == due
+
+
 def test_ekfac_is_exact_over_several_batches_in_one_basis() -> None:
     problem, batch = made("mlp", samples=6)
     u = direction(problem)

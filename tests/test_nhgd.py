@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import nhgd
 from nhgd.algorithm import AID, NHGD, names, resolve
-from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Identity, refined
+from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Identity, Refined, refined
+from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.point import Point
 from nhgd.task import Quadratic
 from tests import catalogue, oracles
@@ -62,6 +66,46 @@ def by_hand(make, cross, outer_steps=1, inner_steps=3, inner_lr=0.2, outer_lr=0.
 
 @pytest.mark.parametrize("cross", ["final", "trajectory"])
 @pytest.mark.parametrize("make", [catalogue.weighted_logistic, catalogue.mlp_module, catalogue.plain_tensor])
+@dataclass(frozen=True)
+class Asked(AbstractInverse):
+    """The identity, which notes what each solve was to begin from and what it found."""
+
+    name: ClassVar[str] = "asked"
+    noted: list[Any] = field(default_factory=list, hash=False)
+
+    @property
+    def records(self) -> Any:
+        return "layer"
+
+    def solve(self, state: Any, u: Tensor, at: Any, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+        self.noted.append((None if start is None else start.clone(), u.clone()))
+        return u, SolveStats(None, 0, True)
+
+    def memory(self, theta: Any) -> int:
+        return 0
+
+
+def test_a_solve_begins_from_the_adjoint_of_the_outer_step_before():
+    inverse = Asked()
+    problem, inner, outer = catalogue.mlp_module()
+    nhgd.Solver(problem, [inner], [outer], method=NHGD(inverse, batches=1), inner_steps=2).run(steps=3)
+    (first, x), (second, y), (third, _) = inverse.noted
+    assert first is None
+    assert torch.equal(second, x)
+    assert torch.equal(third, y)
+    assert not torch.equal(x, y)
+
+
+def test_nhgd_refined_begins_from_the_adjoint_of_the_outer_step_before():
+    """Where nothing moves, the second outer step has the solution already, and a product or two show it."""
+    problem, inner, outer = catalogue.settled(catalogue.weighted_logistic)
+    refined = Refined(FisherWindow(window=64), steps=60, tol=1e-10)
+    solver = nhgd.Solver(problem, [inner], [outer], method=NHGD(refined, batches=1), inner_steps=1, outer_lr=1e-300)
+    hvps = [solver.step()["hvps"] for _ in range(2)]
+    assert hvps[0] > 5
+    assert hvps[1] - hvps[0] <= 2
+
+
 def test_one_and_two_outer_steps_by_hand(make, cross):
     for steps in (1, 2):
         inverse = FisherDense(form="matrix", update="average", warm="accumulate")

@@ -228,6 +228,16 @@ def test_projections_hold_at_every_step():
             break
 
 
+@pytest.mark.parametrize("method", ["aid-cg", "nhgd", "itd", "soba", "f2sa", "bome"])
+def test_theta_inside_the_ball_stays_where_it_is(method):
+    free, held = (small(noise=0.1) for _ in range(2))
+    for instance, radius in ((free, None), (held, 1e3)):
+        solver(instance, method=method, project=radius).run(steps=3)
+    assert torch.equal(free.problem.theta.flat(), held.problem.theta.flat())
+    assert torch.equal(free.problem.v.flat(), held.problem.v.flat())
+    assert 0 < float(held.problem.theta.flat().norm()) < 1e3
+
+
 def test_projections_may_be_functions():
     instance = small()
 

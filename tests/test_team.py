@@ -305,6 +305,16 @@ def behaviour(team: Team) -> Answers:
         masks.append(found_here.gradient().numpy())
     found["dropout replayed"] = np.array_equal(masks[0], masks[1]) and not np.array_equal(masks[0], masks[2])
 
+    # Over the inner steps of a loop in which nothing else draws, each step has masks of its own.
+    seen: list[np.ndarray[Any, Any]] = []
+    model = net(dropout=0.5)
+    model[2].register_forward_hook(lambda module, given, result: seen.append((result != 0).numpy()))
+    run = solver(team, made(model), AID(CG(steps=2)), inner_data=eights()[:1], inner_steps=6)
+    run.step()  # finds out that the loss can be divided
+    seen.clear()
+    run.step()
+    found["masks of inner steps"] = [mask for mask in seen if len(mask) == 8 // team.size][:6]
+
     # An outer loss that is a sum is computed by all; so is an inner loss with batch statistics.
     run = solver(team, made(total=True), NHGD(KFAC()))
     found["sum"] = outcome(run, 3)
@@ -457,6 +467,9 @@ def test_workers_stay_replicas(size: int) -> None:
     for part in range(2):
         assert equal_bits([rank["dropout"]["generator"][part] for rank in found])
     assert all(rank["dropout replayed"] for rank in found)
+    for rank in found:
+        masks = {mask.tobytes() for mask in rank["masks of inner steps"]}
+        assert len(masks) == len(rank["masks of inner steps"]) == 6
     assert len({rank["budget"] for rank in found}) == 1
 
 
