@@ -91,8 +91,8 @@ def plan(
     {'cg': 24000, 'exact': 24000000}
     """
     theta = problem.theta
-    one = isinstance(inverses, (str, AbstractInverse))
-    asked: list[Any] = list(INVERSES) if inverses is None else [inverses] if one else list(inverses)
+    given = [inverses] if isinstance(inverses, (str, AbstractInverse)) else inverses
+    asked: list[str | AbstractInverse] = list(INVERSES) if given is None else list(given)
     chosen = [(i if isinstance(i, str) else i.name, resolve(i)) for i in asked]
     if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
         raise InputError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
