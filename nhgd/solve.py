@@ -186,7 +186,7 @@ class Solver:
                 with threads.measuring(problem.theta.device) as measured:
                     problem.validate(inner_batch, self.stage.outer.peek())
                 work = largest(self.stage.inverse, problem.theta, common_length(inner_batch) or 1, inner_steps)
-                self.stage.chosen_threads = threads.suited(max(measured.flops, work), problem.theta.device)
+                self.stage.choose_threads(threads.suited(max(measured.flops, work), problem.theta.device))
                 with self.stage.computing():
                     self.stage.project_theta()
                     self.stage.project_v()

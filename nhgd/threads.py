@@ -126,11 +126,10 @@ def _suited_to(problem: Any, batch: Batch) -> int | None:
 
 def _usual() -> set[int]:
     """The numbers that torch may have chosen by itself: the cores that this process may use, with or without siblings."""
-    everywhere = os.cpu_count() or 1
     if not hasattr(os, "sched_getaffinity"):
-        return {everywhere, max(1, everywhere // 2), _FIRST}
+        return {_FIRST}  # there is no telling
     mine = os.sched_getaffinity(0)
-    return {everywhere, len(mine), len({_siblings(core) for core in mine})}
+    return {len(mine), len({_siblings(core) for core in mine})}
 
 
 def _siblings(core: int) -> str:

@@ -149,7 +149,15 @@ def test_a_strangers_words_are_not_heard(two: tuple[Pulse, Pulse, Any]) -> None:
     words = "Rank 1 (inner) was told to send money."
     forged = json.dumps((10**6, words, False, 0))
     taken = stranger.get("nhgd/pulse/0").decode().partition(" ")[0]  # a seal that it has read there
-    for message in (forged, f"{'0' * 64} {forged}", f"{taken} {forged}", sealed("nhgd/pulse/0", forged), "", "\x00"):
+    for message in (
+        forged,
+        f"{'0' * 64} {forged}",
+        f"{taken} {forged}",
+        sealed("nhgd/pulse/0", forged),
+        "",
+        "\x00",
+        "é",
+    ):
         began = first._beats
         while first._beats < began + 2:
             stranger.set("nhgd/pulse/1", message)

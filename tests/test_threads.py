@@ -72,6 +72,19 @@ def test_the_steps_of_a_small_problem_run_on_one_thread_and_the_number_is_put_ba
 
 
 @pytest.mark.usefixtures("by_default")
+def test_a_number_that_is_said_between_two_steps_is_kept_to_from_then_on() -> None:
+    problem, data, seen = watched()
+    solver = nhgd.Solver(problem, data, data, method="aid-cg")
+    solver.step()
+    assert seen[-1] == 1
+    torch.set_num_threads(2)
+    seen.clear()
+    solver.step()
+    assert set(seen) == {2}
+    assert solver.solution().stats["threads"] == 2
+
+
+@pytest.mark.usefixtures("by_default")
 def test_the_number_is_put_back_after_an_error() -> None:
     problem, data, seen = watched()
     solver = nhgd.Solver(problem, data, data, method="aid-cg", inner_lr=1e200)

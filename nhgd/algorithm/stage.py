@@ -152,7 +152,9 @@ class Stage:
         self.calls = OracleCalls()
         self.complaints = Complaints()
         self.clock = Clock()
-        self.chosen_threads: int | None = None  # CPU threads to compute on; None: as many as torch takes
+        self._threads: tuple[int, int] | None = (
+            None  # CPU threads to compute on, and those that torch had at the choice
+        )
         self.theta = Mover(problem.theta, "inner", settings.inner_optimizer, settings.inner_lr, 0.1)
         self.v = Mover(problem.v, "outer", settings.outer_optimizer, settings.outer_lr, 0.01)
         self.executor = executor
@@ -168,12 +170,17 @@ class Stage:
 
     @property
     def threads(self) -> int:
-        """How many CPU threads steps are computed on."""
-        return torch.get_num_threads() if self.chosen_threads is None else self.chosen_threads
+        """How many CPU threads steps are computed on: as many as were chosen, unless the user has changed them since."""
+        now = torch.get_num_threads()
+        return now if self._threads is None or now not in self._threads else self._threads[0]
+
+    def choose_threads(self, count: int | None) -> None:
+        """Compute on so many CPU threads from now on; None: on as many as torch takes."""
+        self._threads = None if count is None else (count, torch.get_num_threads())
 
     def computing(self) -> AbstractContextManager[None]:
         """Inside, as many CPU threads are used as suit the problem; afterwards as many as before."""
-        return threads.limited(self.chosen_threads)
+        return threads.limited(self.threads)
 
     def take_threads(self, count: int) -> None:
         """Choose as a run did that is gone on with, where it chose and nobody has said otherwise since."""
@@ -182,7 +189,7 @@ class Stage:
             and self.problem.theta.device.type == "cpu"
             and not threads.are_chosen()
         ):
-            self.chosen_threads = count
+            self.choose_threads(count)
 
     def use(self, inverse: AbstractInverse | None) -> None:
         """Keep the state of this inverse from now on, beginning afresh."""

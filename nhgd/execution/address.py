@@ -81,7 +81,7 @@ def sealed(key: str, text: str) -> str:
 def opened(key: str, message: str) -> str | None:
     """A message without its seal; None where it is not one of this run."""
     seal, _, text = message.partition(" ")
-    return text if hmac.compare_digest(seal, _seal(key, text)) else None
+    return text if hmac.compare_digest(seal.encode(), _seal(key, text).encode()) else None
 
 
 def _seal(key: str, text: str) -> str:
