@@ -129,8 +129,9 @@ class Bilevel:
         self.v = Variable(v, "v")
         if not callable(l2) and not (isinstance(l2, Real) and not isinstance(l2, bool) and 0 <= l2 <= LARGEST):
             kind = f"a {type(l2).__name__}" if not isinstance(l2, Real) else shown(l2)
+            hint = " It would not follow v; for a constant ridge pass float(l2)." if isinstance(l2, Tensor) else ""
             raise InputError(
-                f"l2 must be a number of at least 0 or a function of v such as lambda v: v.exp(), got {kind}."
+                f"l2 must be a number of at least 0 or a function of v such as lambda v: v.exp(), got {kind}.{hint}"
             )
         if isinstance(likelihood, str) and likelihood not in LIKELIHOODS:
             raise unknown("likelihood", likelihood, LIKELIHOODS)

@@ -6,7 +6,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import TypeAlias, final
+
+from torch import Tensor
 
 from nhgd.errors import InputError, not_negative, positive
 from nhgd.validation import Validated
@@ -161,6 +164,16 @@ def resolve(rate: Rate, name: str) -> Schedule:
         return rate
     if callable(rate):
         return ByStep(rate)
-    if not isinstance(rate, (int, float)) or not 0 < float(rate) < float("inf"):
+    if isinstance(rate, Tensor) and rate.requires_grad:
+        raise InputError(
+            f"{name} is a tensor that carries a gradient, but step sizes are not learnt: they are the run's own. Pass"
+            f" float({name}), or a function of the outer step."
+        )
+    if isinstance(rate, Tensor) and rate.ndim == 0:
+        rate = float(rate)
+    if not isinstance(rate, Real) or isinstance(rate, bool):
+        kind = f"a tensor of shape {tuple(rate.shape)}" if isinstance(rate, Tensor) else repr(rate)
+        raise InputError(f"{name} must be a number above 0, a schedule or a function of the outer step, got {kind}.")
+    if not 0 < float(rate) < float("inf"):
         raise InputError(f"{name} must be above 0, got {rate}.")
     return Constant(float(rate))

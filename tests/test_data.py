@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import namedtuple
 from collections.abc import Iterator
 from typing import Any
@@ -229,3 +230,30 @@ def test_the_first_bad_number_is_found() -> None:
     assert first_bad({"x": [bad]}) == "tensor ['x'][0], row 1"
     assert first_bad(bad) == "tensor x, row 1"
     assert first_bad(torch.tensor(float("inf"))) == "tensor x"
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cuda", "Data: there is no CUDA device that PyTorch can use here. Use device='cpu'."),
+        (torch.device("cuda", 3), "Data: there is no CUDA device that PyTorch can use here. Use device='cpu'."),
+        ("cudo", "There is no device for Data called 'cudo'. Did you mean 'cuda'?"),
+        ("meta", "Data: on the meta device there are no numbers."),
+    ],
+    ids=str,
+)
+def test_a_device_that_is_not_there_is_named_with_a_sentence(device, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(nhgd.InputError, match=re.escape(message)):
+        Data(torch.zeros(3), device=device)
+
+
+def test_a_gpu_that_is_not_there_is_named_by_its_number(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(nhgd.InputError, match="there is no cuda:3: this machine has 1 CUDA device"):
+        Data(torch.zeros(3), device="cuda:3")
+
+
+def test_a_device_that_is_there_is_taken():
+    assert Data(torch.zeros(3), device="cpu").tensors[0].device.type == "cpu"

@@ -108,6 +108,13 @@ def test_a_ridge_that_is_no_ridge(bad: Any) -> None:
         problem(l2=bad)
 
 
+def test_a_ridge_in_a_tensor_is_told_why_and_what_to_do() -> None:
+    with pytest.raises(
+        nhgd.InputError, match=r"got a Tensor. It would not follow v; for a constant .* pass float\(l2\)"
+    ):
+        problem(l2=torch.tensor(0.1))
+
+
 @pytest.mark.parametrize("low", [-0.5, float("nan")])
 def test_a_ridge_below_zero(low: float) -> None:
     made = problem(l2=lambda v: torch.tensor([1.0, low, 1.0], dtype=torch.float64) + 0 * v)

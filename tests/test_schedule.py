@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,7 +60,47 @@ def test_refusals():
         (lambda: Power(0.5, 0.5, offset=0), "offset must be above 0"),
         (lambda: Power(0.5, -0.5), "power must be 0 or more"),
         (lambda: resolve(0.0, "inner_lr"), "inner_lr must be above 0"),
-        (lambda: resolve("fast", "inner_lr"), "inner_lr must be above 0"),
+        (lambda: resolve("fast", "inner_lr"), "inner_lr must be a number above 0"),
     ):
         with pytest.raises(nhgd.InputError, match=message):
             bad()
+
+
+@pytest.mark.parametrize(
+    "number",
+    [torch.tensor(0.05, dtype=torch.float64), np.float64(0.05), np.array(0.05)[()]],
+    ids=["tensor", "NumPy", "0d"],
+)
+def test_a_number_in_a_tensor_or_of_numpy_is_a_number(number):
+    """As a user has it who computed it."""
+
+    def end(inner_lr, outer_lr):
+        data, zero = [torch.zeros(4)], torch.zeros((), dtype=torch.float64)
+        problem = nhgd.Bilevel(
+            lambda theta, v, x: (theta - v).square().expand(len(x)),
+            lambda theta, v, x: (theta - 3).square(),
+            zero.clone(),
+            zero,
+        )
+        settings = {"inner_lr": inner_lr, "outer_lr": outer_lr}
+        return nhgd.Solver(problem, data, data, method="aid-cg", **settings).run(steps=3).v
+
+    assert torch.equal(end(number, number), end(0.05, 0.05))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (torch.tensor(0.1, requires_grad=True), "(carries|requires) a gradient"),
+        (torch.tensor(0.1, requires_grad=True).exp(), "(carries|requires) a gradient"),
+        (torch.tensor([0.1, 0.2]), r"inner_lr must be .*, got a tensor of shape \(2,\)"),
+        ("0.1", "inner_lr must be .*, got '0.1'"),
+        (True, "inner_lr must be .*, got True"),
+        (torch.tensor(-0.1), "inner_lr must be above 0, got -0.1"),
+        (float("nan"), "inner_lr must be above 0, got nan"),
+    ],
+)
+def test_what_is_no_step_size_is_refused_with_the_true_reason(bad, message):
+    instance = Quadratic.preset("quick").build(0, CPU)
+    with pytest.raises(nhgd.InputError, match=message):
+        instance.start("t1t2", inner_lr=bad)

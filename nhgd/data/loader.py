@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from nhgd.data.batch import Batch, fingerprint, first_bad, move
+from nhgd.data.device import usable_device
 from nhgd.errors import InputError
 from nhgd.randomness import generators, set_generators
 from nhgd.validation import validated
@@ -43,6 +44,8 @@ class Data:
     ) -> None:
         if not arrays:
             raise InputError("Data needs at least one tensor: Data(x, y, batch=1024).")
+        if device is not None:
+            device = usable_device("Data", device)
         self.tensors = tuple(_tensor(a, device) for a in arrays)
         if any(t.ndim == 0 for t in self.tensors):
             raise InputError(

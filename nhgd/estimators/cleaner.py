@@ -13,9 +13,9 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import Tensor, nn
 
+from nhgd.data.device import usable_device
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, counted, not_negative
-from nhgd.estimators.device import usable_device
 from nhgd.schedule import Decay
 from nhgd.solve import Solver
 from nhgd.task.softmax import Split, fit, largest_curvature, softmax_classifier
