@@ -9,6 +9,7 @@ Losses, weights, model outputs and the ridge are kept apart, because the Fisher 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +27,11 @@ from nhgd.variable import Given, Variable
 
 LARGEST = sys.float_info.max
 InnerResult: TypeAlias = "Tensor | tuple[Tensor, Tensor] | Losses"
+Gradients: TypeAlias = "Sequence[Tensor | None]"
+
+
+class UnusedWarning(UserWarning):
+    """A part of theta or v that the losses do not depend on, so that it stays as it was given."""
 
 
 @dataclass(frozen=True)
@@ -318,6 +324,39 @@ class Bilevel:
                     f"The {level} loss is finite, but its gradient holds nan or inf. Look for sqrt, log, a norm or a division"
                     " at 0 in it."
                 )
+        self._say_unused(in_theta, in_v, outer[: len(in_theta)], outer[len(in_theta) :])
+
+    def _say_unused(
+        self, in_theta: Gradients, in_v: Gradients, outer_in_theta: Gradients, outer_in_v: Gradients
+    ) -> None:
+        """Warn of what would stay where it is without a word. Frozen tensors are no leaves, and rightly stay."""
+        idle = [
+            name
+            for name, *found, leaf in zip(self.v.names, in_v, outer_in_v, self.v.leaves, strict=True)
+            if all(g is None for g in found) and leaf.numel()
+        ]
+        if idle:
+            warnings.warn(
+                f"On the first batches v's {_listed(idle)} {'enters' if len(idle) == 1 else 'enter'} neither the inner nor the"
+                " outer problem, and will stay as given. Use what inner(), outer() or l2() is given, or leave it out of v.",
+                UnusedWarning,
+                stacklevel=4,
+            )
+        free = [
+            name
+            for name, inner, outer, ridge in zip(
+                self.theta.names, in_theta, outer_in_theta, self.ridge_coefficients(), strict=True
+            )
+            if inner is None and outer is not None and not bool((torch.as_tensor(ridge).detach() > 0).any())
+        ]
+        if free:
+            warnings.warn(
+                f"On the first batches theta's {_listed(free)} {'enters' if len(free) == 1 else 'enter'} the outer loss but not"
+                " the inner one, so that nothing trains it and the inner Hessian is singular. Use it in inner(), add l2, or"
+                " freeze it (requires_grad=False).",
+                UnusedWarning,
+                stacklevel=4,
+            )
 
     def _check_ridge(self) -> None:
         for name, coefficient in zip(self.theta.names, self.ridge_coefficients(), strict=True):
@@ -411,6 +450,16 @@ def _losses(result: InnerResult, batch: Batch) -> Losses:
             f"Losses.outputs has shape {tuple(outputs.shape)}; its first dimension must be the {values.shape[0]} samples."
         )
     return result
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    """The names, a few of many.
+
+    >>> _listed(["a", "b", "c"], most=2)
+    "'a', 'b' and 1 more"
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
 
 
 def _uneven(found: dict[str, int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import nhgd
 from nhgd.point import Point
+from nhgd.problem import UnusedWarning
 from tests import oracles
 from tests.catalogue import PROBLEMS, Make, batchnorm_train, mlp_module, normal, plain_tensor, weighted_logistic
 
@@ -363,3 +365,79 @@ def test_inference_mode_is_named_as_the_cause() -> None:
         born = torch.zeros(2)
     with pytest.raises(nhgd.InputError, match=r"theta was made inside torch.inference_mode.*clone\(\) it outside"):
         nhgd.Bilevel(lambda theta, v, x: (theta - v) * x, lambda theta, v, x: theta.sum(), born, torch.zeros(2))
+
+
+# What is not used.
+
+
+def used(names: tuple[str, ...], outer_names: tuple[str, ...] = ()) -> tuple[Any, Any]:
+    """Two losses that use these entries of v."""
+
+    def inner(theta: Any, v: Any, batch: Any) -> Tensor:
+        return (batch[0] @ theta["w"] - batch[1] - sum(v[name] for name in names)).square()
+
+    def outer(theta: Any, v: Any, batch: Any) -> Tensor:
+        return theta["w"].square().sum() + sum(v[name] ** 2 for name in outer_names)
+
+    return inner, outer
+
+
+def two_level(inner: Any, outer: Any, v: Any, theta: Any = None, **settings: Any) -> nhgd.Bilevel:
+    theta = {"w": torch.zeros(3, dtype=torch.float64)} if theta is None else theta
+    return nhgd.Bilevel(inner, outer, theta, v, **settings)
+
+
+def entries(*names: str) -> dict[str, Tensor]:
+    return {name: torch.zeros((), dtype=torch.float64) for name in names}
+
+
+UNUSED = "v's 'c' enters neither the inner nor the outer problem, and will stay as given"
+
+
+def test_an_unused_entry_of_v_is_said_once_and_stays() -> None:
+    v = entries("a", "c")
+    made = two_level(*used(("a",)), v, l2=0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        nhgd.Solver(made, [(X, Y)], [(X, Y)], method="aid-cg").run(steps=3)
+    assert [UNUSED in str(one.message) for one in said] == [True]
+    assert said[0].category is UnusedWarning
+    assert float(v["c"]) == 0.0
+    assert float(v["a"]) != 0.0
+    for function in (nhgd.check, nhgd.hypergradient):
+        with pytest.warns(UnusedWarning, match=UNUSED) as noted:
+            function(made, (X, Y), (X, Y), **({"inverses": ["cg"]} if function is nhgd.check else {"inverse": "cg"}))
+        assert len(noted) == 1
+
+
+def test_unused_parameters_of_a_module_are_named() -> None:
+    v = torch.nn.Sequential(*(torch.nn.Linear(1, 1, dtype=torch.float64) for _ in range(4)))
+
+    def inner(theta: Any, v: Any, batch: Any) -> Tensor:
+        return (batch[0] @ theta["w"] - v[0](batch[1][:, None])[:, 0]).square()
+
+    made = two_level(inner, used(())[1], v)
+    with pytest.warns(UnusedWarning, match="'1.weight', '1.bias', '2.weight', '2.bias', '3.weight' and 1 more enter"):
+        made.validate((X, Y), (X, Y))
+
+
+def test_what_is_used_anywhere_or_frozen_is_not_said() -> None:
+    """Warnings are errors here."""
+    everywhere = two_level(*used(("a",), ("b",)), entries("a", "b", "c"), l2=lambda v: v["c"].exp())
+    everywhere.validate((X, Y), (X, Y))
+    frozen = {**entries("c"), "a": torch.zeros((), dtype=torch.float64, requires_grad=True)}
+    two_level(*used(("a",)), frozen).validate((X, Y), (X, Y))
+    idle = {"w": torch.zeros(3, dtype=torch.float64), "other": torch.zeros(2, dtype=torch.float64)}
+    two_level(*used(("a",)), entries("a"), idle).validate((X, Y), (X, Y))  # in neither loss: it does no harm
+
+
+def test_theta_that_only_the_outer_loss_uses_is_said_unless_a_ridge_holds_it() -> None:
+    theta = {"w": torch.zeros(3, dtype=torch.float64), "head": torch.ones(2, dtype=torch.float64)}
+    inner, _ = used(("a",))
+
+    def outer(theta: Any, v: Any, batch: Any) -> Tensor:
+        return theta["w"].square().sum() + theta["head"].square().sum()
+
+    with pytest.warns(UnusedWarning, match="theta's 'head' enters the outer loss but not the inner one"):
+        two_level(inner, outer, entries("a"), theta).validate((X, Y), (X, Y))
+    two_level(inner, outer, entries("a"), theta, l2=0.1).validate((X, Y), (X, Y))
