@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from nhgd.problem import Bilevel
 from nhgd.progress import bar
 from nhgd.randomness import Randomness
 from nhgd.schedule import Rate
+from nhgd.stagnation import Course, StagnationWarning, held_by
 from nhgd.validation import fitted, number, shown, validated, validated_but
 from nhgd.variable import Given
 
@@ -51,7 +53,8 @@ class Solution:
             (the part of the curvature's time that the inner loop did not wait for) and bytes_sent.
         stats: method, steps, seconds, threads (CPU threads that the steps were computed on: one where the largest operation is
             small, unless OMP_NUM_THREADS, MKL_NUM_THREADS or torch.set_num_threads says how many), oracle calls, poor_solves
-            (outer steps whose linear solve was in trouble), execution.
+            (outer steps whose linear solve was in trouble), execution; and
+            stagnation: a sentence where `run` has got nowhere.
         result: why the run ended: "steps", "budget", "plateau", or "stopped" when the caller's own loop ended it.
     """
 
@@ -405,6 +408,7 @@ class Solver:
         if self._keeper is not None and is_new and run.first:
             self.save()  # a second run: should it be broken off at once, it is this one that goes on
         result: Literal["steps", "budget", "plateau"] = "steps"
+        course = Course(self.problem.v.flat())
         with bar(self.algorithm.name, progress) as tick:
             while True:
                 taken, used = self.stage.clock.k - run.first, self.seconds - run.began
@@ -422,13 +426,19 @@ class Solver:
                 self.stage.clock.done = done
                 row = self._advance()
                 run.note(row["outer_loss"])
+                course.note(self.problem.v.flat(), row)
                 self._save_if_due()
                 tick(done, f"step {row['step']}, outer loss {row['outer_loss']:.4g}")
             tick(1.0, "")
         self.stage.check_alike()
         if self._keeper is not None and self._keeper.step != self.stage.clock.k:
             self.save()
-        return self.solution(result)
+        solution = self.solution(result)
+        remark = course.remark(held_by(self.stage.settings.project_v, self.problem.v.leaves))
+        solution.stats["stagnation"] = remark
+        if remark is not None and self.executor.leads:
+            warnings.warn(remark, StagnationWarning, stacklevel=3)
+        return solution
 
     @contextmanager
     def _in_company(self) -> Iterator[None]:
@@ -490,6 +500,7 @@ class Solver:
             "threads": self.stage.threads,
             "oracle_calls": self.stage.calls.as_dict(),
             "poor_solves": sum(bool(row.get("poor_solve")) for row in self.history),
+            "stagnation": None,
             "execution": {
                 "name": self.executor.name,
                 "processes": traffic.processes,

@@ -150,6 +150,7 @@ def run(
                 "initial": {"outer_loss": solution.history[0]["outer_loss"]},
                 "metrics": instance.summary(solution),
                 "oracle_calls": solution.stats["oracle_calls"],
+                "stagnation": solution.stats["stagnation"],
                 "settings": {
                     "task": {f.name: getattr(chosen, f.name) for f in fields(chosen)},
                     "solver": instance.suited(algorithm) | settings,

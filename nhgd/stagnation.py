@@ -1,0 +1,93 @@
+"""A run that gets nowhere: told from one that had nowhere to go, so that only the former is said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median, pstdev
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHORTEST = 30  # outer steps; fewer tell nothing
+STRAIGHT = 0.6  # of the way of v that is left when its turns are taken off: noise about an optimum leaves less
+SLIGHT = 1e-3  # of the outer loss: a fall that does not count, or a slope that promises none
+
+
+class StagnationWarning(UserWarning):
+    """The outer loss of a run has not fallen, although there was somewhere to go."""
+
+
+@dataclass
+class Course:
+    """How v went during a run, and what became of the outer loss.
+
+    At an optimum the outer loss does not fall either. But there the hypergradient vanishes, or is noise, so that v turns
+    about; or a projection holds v. What is said of a run is therefore only this: v kept its direction, and either hardly
+    moved, where the slope promised more, or went far for nothing.
+    """
+
+    first: Tensor  # v before the run, (P,)
+    losses: list[float] = field(default_factory=list)
+    slopes: list[float] = field(default_factory=list)
+    path: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.last = self.first
+
+    def note(self, v: Tensor, row: dict[str, Any]) -> None:
+        """One more outer step, to v, with its row of the history."""
+        self.path += _distance(v, self.last)
+        self.last = v
+        self.losses.append(row["outer_loss"])
+        self.slopes.append(row["hypergradient_norm"])
+
+    def remark(self, held: bool = False) -> str | None:
+        """What there is to say of the run, if anything; `held`: a projection may keep v where it is."""
+        steps = len(self.losses)
+        if steps < SHORTEST:
+            return None
+        moved = _distance(self.last, self.first)
+        own, unit = float(self.first.double().norm()), math.sqrt(self.first.numel())
+        size = max(own, unit)
+        level = abs(fmean(self.losses))
+        promise = median(self.slopes) * size  # what the slope gains where v moves by its own size, to first order
+        if not promise > SLIGHT * level or moved < STRAIGHT * self.path:
+            return None
+        quarter = steps // 4
+        begin, end = self.losses[:quarter], self.losses[-quarter:]
+        middle = self.losses[steps // 2 - quarter : steps // 2]  # theta is trained by then, whatever v does
+        if moved < 0.01 * size and not held and not _fell(middle, end, level):
+            return (
+                f"The outer loss has not fallen: {fmean(middle):.4g} before the middle of {steps} outer steps, {fmean(end):.4g} at"
+                f" their end. v moved by {moved:.1e}, always in the same direction: raise outer_lr."
+            )
+        if moved > 0.3 * (own or unit) and not _fell(begin, end, level):
+            return (
+                f"The outer loss has not fallen: {fmean(begin):.4g} in the first of {steps} outer steps, {fmean(end):.4g} in the"
+                f" last, though v moved by {moved:.2g}. Try another method or inverse (nhgd.check tells which hypergradients"
+                " can be believed), more inner steps, or a lower outer_lr."
+            )
+        return None
+
+
+def held_by(rule: float | tuple[float, float] | Callable[[Any], Any] | None, leaves: Sequence[Tensor]) -> bool:
+    """Whether a projection may hold v: a function of the user's own, or a box that v touches."""
+    if rule is None or isinstance(rule, (int, float)):
+        return False
+    if callable(rule):
+        return True
+    low, high = rule
+    return any(bool(((leaf <= low) | (leaf >= high)).any()) for leaf in leaves)
+
+
+def _fell(before: Sequence[float], after: Sequence[float], level: float) -> bool:
+    """Whether the mean fell by more than noise, twice its standard error, and by more than a slight part."""
+    error = math.sqrt((pstdev(before) ** 2 + pstdev(after) ** 2) / (len(before) - 1))
+    return fmean(before) - fmean(after) > max(2 * error, SLIGHT * level)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float(torch.linalg.vector_norm((a - b).double()))
