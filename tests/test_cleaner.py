@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
+from inspect import signature
 
 import numpy as np
 import pytest
 import torch
+from sklearn import config_context
 from sklearn.datasets import load_digits
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils import validation
 from sklearn.utils.estimator_checks import parametrize_with_checks
 from typer.testing import CliRunner
 
@@ -16,7 +21,7 @@ import nhgd
 from nhgd.cli.program import app
 from nhgd.data.table import Features, read_table
 from nhgd.errors import InputError
-from nhgd.estimators.cleaner import LabelCleaner, NoTrustedSetWarning
+from nhgd.estimators.cleaner import LabelCleaner, NoTrustedSetWarning, TrustedScaleWarning
 
 QUICK = {"steps": 25, "inner_steps": 10, "random_state": 0}
 
@@ -69,6 +74,72 @@ def test_without_a_trusted_set_it_warns_and_still_helps():
     assert len(cleaner.weights_) == 600
     # Suspects drawn at random would hit 0.3 of the time.
     assert wrong[cleaner.label_issues_[:100]].mean() > 0.8
+
+
+class Named(np.ndarray):
+    """Rows with named columns."""
+
+
+def test_a_table_with_named_columns_is_fitted_without_a_word(monkeypatch):
+    """Warnings are errors here: "X does not have valid feature names" was said of the cleaner's own array.
+
+    Without pandas at hand scikit-learn is told that arrays of this class have names, and what it makes of them is its own.
+    """
+    X, y, _, X_trusted, y_trusted, X_test, _ = noisy_digits()
+    names = np.array([f"pixel {j}" for j in range(64)], dtype=object)
+    monkeypatch.setattr(validation, "_get_feature_names", lambda X: names if isinstance(X, Named) else None)
+    cleaner = LabelCleaner(steps=2, inner_steps=2, random_state=0)
+    cleaner.fit(X.view(Named), y, X_trusted.view(Named), y_trusted)
+    assert cleaner.feature_names_in_.tolist() == names.tolist()
+    np.testing.assert_array_equal(cleaner.suggested_labels_, cleaner.predict(X.view(Named)))
+    with pytest.warns(UserWarning, match="does not have valid feature names"):
+        cleaner.predict(X_test)
+
+
+def at_scale(transform, trusted):
+    X, y, _, X_trusted, y_trusted, *_ = noisy_digits()
+    LabelCleaner(steps=1, inner_steps=1, random_state=0).fit(transform(X), y, trusted(X_trusted), y_trusted)
+
+
+@pytest.mark.parametrize("units", [lambda x: x / 16, lambda x: 255 * x, lambda x: x + 20], ids=["1/16", "255", "+20"])
+def test_a_trusted_set_on_another_scale_is_said(units):
+    for transform, trusted in ((units, np.array), (np.array, units)):
+        with pytest.warns(TrustedScaleWarning, match="another scale than X"):
+            at_scale(transform, trusted)
+    at_scale(units, units)
+
+
+def test_in_a_pipeline_the_trusted_set_that_skipped_the_scaler_is_said():
+    X, y, _, X_trusted, y_trusted, *_ = noisy_digits()
+    pipeline = make_pipeline(StandardScaler(), LabelCleaner(steps=1, inner_steps=1, random_state=0))
+    with pytest.warns(TrustedScaleWarning, match="steps of a Pipeline before this one transform X alone"):
+        pipeline.fit(X, y, labelcleaner__X_trusted=X_trusted, labelcleaner__y_trusted=y_trusted)
+    scaled = pipeline[:-1].transform(X_trusted)
+    pipeline.fit(X, y, labelcleaner__X_trusted=scaled, labelcleaner__y_trusted=y_trusted)
+
+
+@pytest.mark.skipif("transform_input" not in signature(Pipeline).parameters, reason="scikit-learn before 1.6")
+def test_a_pipeline_can_be_told_to_transform_the_trusted_set_too():
+    """Which gives what the cleaner gives after the same steps by hand."""
+    X, y, _, X_trusted, y_trusted, *_ = noisy_digits()
+    with config_context(enable_metadata_routing=True):
+        cleaner = LabelCleaner(steps=2, inner_steps=2, random_state=0).set_fit_request(X_trusted=True, y_trusted=True)
+        steps = [("scale", StandardScaler()), ("clean", cleaner)]
+        pipeline = Pipeline(steps, transform_input=["X_trusted"])
+        pipeline.fit(X, y, X_trusted=X_trusted, y_trusted=y_trusted)
+    scaler = StandardScaler().fit(X)
+    alone = LabelCleaner(steps=2, inner_steps=2, random_state=0)
+    alone.fit(scaler.transform(X), y, scaler.transform(X_trusted), y_trusted)
+    np.testing.assert_array_equal(pipeline[-1].weights_, alone.weights_)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_few_trusted_samples_of_the_same_data_are_not_said(seed):
+    """Two of a class, of one class more than of the others, and features that hardly ever vary."""
+    X, y, _, X_trusted, y_trusted, *_ = noisy_digits()
+    rng = np.random.default_rng(seed)
+    few = np.concatenate([rng.permutation(np.flatnonzero(y_trusted == c))[: 2 + 8 * (c == seed)] for c in range(10)])
+    LabelCleaner(steps=1, inner_steps=1, random_state=0).fit(X, y, X_trusted[few], y_trusted[few])
 
 
 def test_refusals():

@@ -31,6 +31,10 @@ class NoTrustedSetWarning(UserWarning):
     """Part of the noisy data was held out in place of a trusted set."""
 
 
+class TrustedScaleWarning(UserWarning):
+    """The trusted samples do not look like X: most likely only one of the two went through a scaler."""
+
+
 class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     """A linear classifier that finds wrong labels while it is trained, and then does without them.
 
@@ -41,6 +45,11 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
 
     Without a trusted set a part of the data is held out in its place, and judged by a bounded loss, (1 - p_y^q) / q, that
     wrong labels cannot dominate. A trusted set of even a few samples a class is better, so this warns.
+
+    Features are standardised here, so that no scaler is needed before. The steps of a Pipeline transform X alone; where there
+    are some, X_trusted goes through them by `Pipeline(..., transform_input=["X_trusted"])` with scikit-learn's metadata
+    routing and `set_fit_request(X_trusted=True, y_trusted=True)`, or by hand: `pipeline[:-1].transform(X_trusted)` after they
+    were fitted. A trusted set on another scale than X is warned of.
 
     Args:
         steps: outer steps.
@@ -139,6 +148,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             )
         else:
             trusted_x, trusted_y = self._trusted(X_trusted, y_trusted)
+            self._compare_scales(trusted_x, deviation > 0)
             guide, judge = _halves(trusted_y, random)
         rows, labels = self._tensor(X), torch.as_tensor(codes, device=self.device)
         other, other_labels = self._tensor(trusted_x), torch.as_tensor(trusted_y, device=self.device)
@@ -158,8 +168,24 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         self.label_issues_: Array = suspects[np.argsort(self.weights_[suspects], kind="stable")]
         self.weighting_: tuple[float, float] = (float(v[0]), float(v[1]))
         self._fit_final(Split(rows, labels), weights, [] if robust else [extra, outer])
-        self.suggested_labels_: Array = self.predict(X)
+        self.suggested_labels_: Array = self._decide(self._scores(X))
         return self
+
+    def _compare_scales(self, X: Array, varies: Array) -> None:
+        """Warn where most features of the trusted samples have another place or spread than those of X."""
+        rows = (X[:, varies] - self._center[varies]) / self._scale[varies]
+        shift, spread = np.abs(rows.mean(0)), rows.std(0)
+        told = spread > 0  # a feature that does not vary among a few samples tells nothing
+        strange = told & ((shift > 2) | (spread > 4) | (spread < 1 / 4))
+        if strange.sum() > told.sum() / 2:
+            warnings.warn(
+                f"The trusted samples are on another scale than X: {int(strange.sum())} of {int(told.sum())} features have another"
+                " mean or spread. The steps of a Pipeline before this one transform X alone: let X_trusted go through them too"
+                " (Pipeline(..., transform_input=['X_trusted']), or pipeline[:-1].transform(X_trusted)), or leave the scaler out,"
+                " because features are standardised here.",
+                TrustedScaleWarning,
+                stacklevel=3,
+            )
 
     def _hold_out(self, codes: Array, random: Any) -> Array:
         """At least one sample of each class, about `held_out` of each."""
@@ -240,13 +266,18 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
     def decision_function(self, X: Any) -> Array:
         """Class scores, (N, C); for two classes the score of the second over the first, (N,)."""
         check_is_fitted(self, "coef_")
-        X = validate_data(self, X, dtype=np.float64, reset=False)
+        return self._scores(validate_data(self, X, dtype=np.float64, reset=False))
+
+    def _scores(self, X: Array) -> Array:
+        """The same of rows that are known to be in order."""
         scores: Array = ((X - self._center) / self._scale) @ self.coef_.T + self.intercept_
         return scores[:, 1] - scores[:, 0] if len(self.classes_) == 2 else scores
 
     def predict(self, X: Any) -> Array:
         """The class of each sample, (N,)."""
-        scores = self.decision_function(X)
+        return self._decide(self.decision_function(X))
+
+    def _decide(self, scores: Array) -> Array:
         codes = (scores > 0).astype(int) if scores.ndim == 1 else scores.argmax(1)
         found: Array = self.classes_[codes]
         return found
