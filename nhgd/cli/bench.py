@@ -38,8 +38,8 @@ from nhgd.cli.options import (
     note_crowding,
 )
 from nhgd.cli.output import check_folder, console, folder, jsonable, number, print_json, table
-from nhgd.cli.run import named_method, refuse_idle
-from nhgd.cli.settings import for_execution, for_run, for_task, parse
+from nhgd.cli.run import named_method, printed_settings, refuse_idle
+from nhgd.cli.settings import check_early, for_execution, for_run, for_task, parse
 from nhgd.errors import InputError
 from nhgd.execution import EXECUTIONS, AbstractExecutor, Distributed, resolve
 from nhgd.memory import synchronise
@@ -192,6 +192,8 @@ def _case(
 ) -> Case:
     chosen, rest = for_task(tasks.resolve(task, preset), changes)
     how, rest = _settings(names, rest)
+    check_early(chosen, method, rest)
+    printed_settings(task, preset, method, changes)
     where = device_called(device)
     if started_by_someone():
         where = device_of_rank(where)
@@ -199,7 +201,7 @@ def _case(
 
     def build() -> tuple[Instance, AbstractAlgorithm, dict[str, Any]]:
         instance = chosen.build(seed, where, data)
-        _, algorithm, printed = named_method(task, preset, method, instance)
+        _, algorithm, printed = named_method(task, preset, method, instance, changes)
         refuse_idle(changes, instance.method_settings, algorithm)
         settings, algorithm = for_run(chosen, algorithm, rest)
         return instance, algorithm, {k: v for k, v in printed.items() if k not in changes} | settings

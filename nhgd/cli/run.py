@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -33,7 +33,7 @@ from nhgd.cli.options import (
     note_crowding,
 )
 from nhgd.cli.output import Folder, check_folder, console, folder, jsonable, number, print_json, table
-from nhgd.cli.settings import for_execution, for_run, for_task, parse
+from nhgd.cli.settings import check_early, for_execution, for_run, for_task, parse
 from nhgd.errors import InputError, RunError
 from nhgd.execution import Distributed
 from nhgd.execution import resolve as resolve_execution
@@ -41,6 +41,7 @@ from nhgd.path import check_name
 from nhgd.solve import Solution, seconds
 from nhgd.task import Instance
 from nhgd.task.paper import EXPERIMENTS, TABLE, paper
+from nhgd.task.setting import convert
 
 Pictures: TypeAlias = Callable[[Path], list[Path]]
 
@@ -93,6 +94,8 @@ def run(
     _check_restarts(max_restarts, execution, resume)
     chosen, rest = for_task(tasks.resolve(task, preset), parse(changes))
     how, rest = for_execution(execution, rest)
+    check_early(chosen, method, rest)
+    printed_settings(task, preset, method, parse(changes))
     executor = resolve_execution(execution, **how)
     if isinstance(executor, Distributed):
         if not started_by_someone():
@@ -112,7 +115,7 @@ def run(
             print(
                 "Note: the paper prints beta = 0 here, which cannot be run; the task's own method is.", file=sys.stderr
             )
-        method, algorithm, printed = named_method(task, preset, method, instance)
+        method, algorithm, printed = named_method(task, preset, method, instance, parse(changes))
         refuse_idle(parse(changes), instance.method_settings, algorithm)
         settings, algorithm = for_run(chosen, algorithm, rest)
         settings = {key: value for key, value in printed.items() if key not in parse(changes)} | settings
@@ -209,16 +212,28 @@ def _kept(checkpoint: Path | None, every: str | None, resume: bool, out: Path | 
 
 
 def named_method(
-    task: str, preset: str, method: str | None, instance: Instance
+    task: str, preset: str, method: str | None, instance: Instance, changes: Mapping[str, str]
 ) -> tuple[str, AbstractAlgorithm, dict[str, Any]]:
     """The method's name, itself, and the solver's settings that the paper prints for it where its experiment is run."""
+    printed = printed_settings(task, preset, method, changes)
+    if printed is not None:
+        return printed
+    return method or instance.method, instance.algorithm(method), {}
+
+
+def printed_settings(
+    task: str, preset: str, method: str | None, changes: Mapping[str, str]
+) -> tuple[str, AbstractAlgorithm, dict[str, Any]] | None:
+    """The same where the paper has this method in this experiment, else None. It needs no data."""
     experiment = EXPERIMENTS.get((task, preset))
-    if experiment is None:
-        return method or instance.method, instance.algorithm(method), {}
-    name = method or (instance.method if _cannot_be_run(task, preset) else "nhgd-paper")
-    if name in TABLE[experiment] or name == "stocbio":
-        return name, *paper(experiment, name)
-    return name, instance.algorithm(name), {}
+    if experiment is None or (method is None and _cannot_be_run(task, preset)):
+        return None
+    name = method or "nhgd-paper"
+    if name not in TABLE[experiment] and name != "stocbio":
+        return None
+    # What the paper prints may be impossible; then the change is what makes it possible.
+    given = [text for key, text in changes.items() if key in ("beta", "inverse.beta")] if name == "nhgd-paper" else []
+    return name, *paper(experiment, name, convert("beta", given[-1], float) if given else None)
 
 
 def _cannot_be_run(task: str, preset: str) -> bool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, get_type_hints
 
 import torch
 
-from nhgd.algorithm import AbstractAlgorithm
+from nhgd.algorithm import ALGORITHMS, AbstractAlgorithm, Settings
+from nhgd.algorithm import resolve as resolve_method
 from nhgd.errors import InputError, unknown
 from nhgd.execution import EXECUTIONS
-from nhgd.inverse import AbstractInverse
+from nhgd.inverse import INVERSES, AbstractInverse
+from nhgd.inverse import resolve as resolve_inverse
 from nhgd.solve import Solver
 from nhgd.task import AbstractTask
 from nhgd.task.setting import convert, kinds
@@ -101,6 +103,42 @@ def for_run(
         else:
             algorithm = _changed(algorithm, [] if place == "method" else place.split("."), name, value)
     return solver, algorithm
+
+
+def check_early(task: AbstractTask, method: str | None, changes: Mapping[str, str]) -> None:
+    """Refuse, before a task is built, which may take minutes, a method or a change that would be refused after it.
+
+    Which method and which inverse a task chooses by itself is known only then; so a change passes that any of them takes.
+    """
+    methods = ALGORITHMS if method is None else (method,)
+    bases = [resolve_method(name) for name in methods]
+    known = {f.name for f in fields(Settings)}
+    first = {key: text for key, text in changes.items() if key in ("inverse", "method.inverse")}
+    made = [found for base in bases for found in _variants(base, task, first)]
+    for key in changes.keys() - first.keys():
+        solver: dict[str, Any] = {}
+        refusals: list[InputError] = []
+        for algorithm in made:
+            try:
+                solver, _ = for_run(task, algorithm, {key: changes[key]})
+                break
+            except InputError as error:
+                refusals.append(error)
+        else:
+            # Where some have such a setting, what they say of the value is the better reason.
+            said = [error for error in refusals if not str(error).startswith("There is no setting")]
+            raise (said or refusals)[0]
+        Settings(**{name: value for name, value in solver.items() if name in known})
+
+
+def _variants(base: AbstractAlgorithm, task: AbstractTask, first: Mapping[str, str]) -> list[AbstractAlgorithm]:
+    """The method with the inverse that is asked for; else, where it leaves the choice to the task, with each there is."""
+    if first:
+        return [for_run(task, base, first)[1]]
+    if "inverse" in kinds(type(base)) and getattr(base, "inverse", None) is None:
+        inverses = (resolve_inverse(name) for name in INVERSES)
+        return [base, *(_changed(base, [], "inverse", inverse) for inverse in inverses)]
+    return [base]
 
 
 def for_inverses(
