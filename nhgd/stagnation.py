@@ -57,14 +57,16 @@ class Course:
         if not promise > SLIGHT * level or moved < STRAIGHT * self.path:
             return None
         quarter = steps // 4
-        begin, end = self.losses[:quarter], self.losses[-quarter:]
+        end = self.losses[-quarter:]
         middle = self.losses[steps // 2 - quarter : steps // 2]  # theta is trained by then, whatever v does
         if moved < 0.01 * size and not held and not _fell(middle, end, level):
             return (
                 f"The outer loss has not fallen: {fmean(middle):.4g} before the middle of {steps} outer steps, {fmean(end):.4g} at"
                 f" their end. v moved by {moved:.1e}, always in the same direction: raise outer_lr."
             )
-        if moved > 0.3 * (own or unit) and not _fell(begin, end, level):
+        tenths = [self.losses[start : start + steps // 10] for start in range(0, steps - steps // 10 + 1, steps // 10)]
+        begin, *others = tenths
+        if moved > 0.3 * (own or unit) and not any(_fell(begin, tenth, level) for tenth in others):
             return (
                 f"The outer loss has not fallen: {fmean(begin):.4g} in the first of {steps} outer steps, {fmean(end):.4g} in the"
                 f" last, though v moved by {moved:.2g}. Try another method or inverse (nhgd.check tells which hypergradients"
