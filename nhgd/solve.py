@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, NoReturn, TypeGuard
 
 import numpy as np
 import torch
@@ -19,11 +20,12 @@ from nhgd import threads
 from nhgd.algorithm import AbstractAlgorithm, Settings, Stage, StepInfo
 from nhgd.algorithm import resolve as resolve_algorithm
 from nhgd.algorithm.stage import OptimizerFactory, Projection
-from nhgd.checkpoint import Keeper, Saved, last_kept
+from nhgd.checkpoint import Keeper, Saved, last_kept, schema
 from nhgd.data.batch import Batch, common_length, first_bad
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError, check_seed
 from nhgd.execution import AbstractExecutor
 from nhgd.execution.base import Report
+from nhgd.interruption import held_back
 from nhgd.inverse.work import largest
 from nhgd.path import check_name
 from nhgd.problem import Bilevel
@@ -55,7 +57,7 @@ class Solution:
             small, unless OMP_NUM_THREADS, MKL_NUM_THREADS or torch.set_num_threads says how many), oracle calls, poor_solves
             (outer steps whose linear solve was in trouble), execution; and
             stagnation: a sentence where `run` has got nowhere.
-        result: why the run ended: "steps", "budget", "plateau", or "stopped" when the caller's own loop ended it.
+        result: why the run ended: "steps", "budget", "plateau", or "stopped" when the caller's own loop or `stop` ended it.
     """
 
     v: Given
@@ -102,8 +104,23 @@ class Run:
             self.waited += 1
 
 
+_KEPT_RUN = schema.optional(
+    schema.record(
+        steps=schema.optional(schema.counted),
+        limit=schema.optional(schema.seconds),
+        plateau=schema.optional(schema.counted),
+        first=schema.count,
+        began=schema.seconds,
+        best=schema.loss,
+        waited=schema.count,
+    )
+)
+
+
 class Solver:
     """Runs an algorithm on a problem.
+
+    It may be used in a with statement, which ends the threads that keep its curvature; else they end with the solver itself.
 
     Args:
         problem: a `Bilevel`. Its theta and v are trained in place.
@@ -122,9 +139,11 @@ class Solver:
         metrics: (theta, v) -> dict of numbers, added to the history; not part of the time.
         metrics_every: outer steps between two evaluations of the metrics.
         checkpoint: a folder to keep the run in, so that `Solver.resume` can go on with it, bit for bit, after it was broken
-            off. What an earlier run left there is replaced when this one first writes.
+            off. One that holds an earlier run, or in which another run is at work, is refused.
         checkpoint_every: outer steps between two checkpoints, or a time such as "60s"; by default every 30 seconds, and less
-            often where that would take more than a fiftieth of the time. The end of `run` is always kept.
+            often where that would take more than a fiftieth of the time. The end of `run` is always kept, and so is the
+            step during which Ctrl-C was pressed.
+        overwrite: whether `checkpoint` may hold an earlier run, which stays until this one first writes.
 
     >>> problem = Bilevel(
     ...     inner=lambda theta, v, x: (theta - v).square().expand(len(x)),
@@ -158,6 +177,7 @@ class Solver:
         metrics_every: int = 1,
         checkpoint: str | Path | None = None,
         checkpoint_every: int | str | None = None,
+        overwrite: bool = False,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", *_MATERIAL)}
         _check_projections(project, project_v)
@@ -167,6 +187,10 @@ class Solver:
         if metrics_every < 1:
             raise InputError(f"metrics_every must be at least 1, got {metrics_every}.")
         every = _every(checkpoint_every)
+        if overwrite and checkpoint is None:
+            raise InputError(
+                "overwrite=True is about a folder of checkpoints. Name it: Solver(..., checkpoint='runs/a')."
+            )
         settings = Settings(
             inner_steps, inner_lr, outer_lr, inner_optimizer, outer_optimizer, project, project_v, outer_clip
         )
@@ -178,9 +202,20 @@ class Solver:
         self.metrics_every = metrics_every
         self.history: list[Row] = []
         self.seconds = 0.0
+        self._unfinished = False  # whether steps were taken that other processes were not told the end of
+        self._whole = True  # whether the run stands between two outer steps
+        self._stopping = False
+        self._resumed: Path | None = None  # the checkpoint from which it goes on, until its first step
+        self._run: Run | None = None
+        self._broken_off: Run | None = None
+        self._keeper = None if checkpoint is None else Keeper(checkpoint, *every, overwrite)
         self._randomness = Randomness(seed, problem.theta.device)
         with self._in_company(), self._randomness.scope():
             try:
+                if self._keeper is not None:
+                    self.executor.join(problem.theta)
+                    if self.executor.leads:
+                        self._keeper.claim()
                 self.stage = Stage(problem, inner_data, outer_data, settings, self.executor, self.algorithm.online)
                 # The first batches are looked at before anything moves, then drawn again by the run itself.
                 for stream in (self.stage.inner, self.stage.outer):
@@ -200,14 +235,14 @@ class Solver:
                 if found is error:
                     raise
                 raise found from error
-        self._unfinished = False  # whether steps were taken that other processes were not told the end of
-        self._run: Run | None = None
-        self._broken_off: Run | None = None
-        self._keeper: Keeper | None = None
-        if checkpoint is not None:
+        if self._keeper is not None:
             with self._in_company():
-                self._keeper = Keeper(checkpoint, *every, self.stage, self.algorithm, self._state, given)
+                self._keeper.begin(self.stage, self.algorithm, self._state, given)
                 self._keeper.rehearse(self.stage, self._state, self._rest())
+            weakref.finalize(self, self._keeper.lock.release)
+        # Where the solver is let go of without having been closed. An executor of the caller's may serve another by then.
+        self.executor.user = user = object()
+        weakref.finalize(self, _close_unless_used, self.executor, user).atexit = False
 
     @classmethod
     @validated
@@ -233,11 +268,16 @@ class Solver:
         saved = Saved(path)
         solver = cls(problem, inner_data, outer_data, **saved.settings(settings, problem))
         assert solver._keeper is not None
-        with solver._randomness.scope():
-            solver._state, rest = solver._keeper.put_back(saved, solver.stage)
-        solver._randomness.restore(rest["randomness"])
-        solver.seconds, solver.history = rest["seconds"], rest["history"]
-        solver._broken_off = None if rest["run"] is None else Run(**rest["run"])
+        with solver._in_company():
+            with solver._randomness.scope():
+                solver._state, rest = solver._keeper.put_back(saved, solver.stage, solver._state)
+            with saved.readable("randomness"):
+                solver._randomness.restore(rest["randomness"])
+            with saved.readable("run"):
+                _KEPT_RUN(rest["run"], "run")
+            solver.seconds, solver.history = rest["seconds"], rest["history"]
+            solver._broken_off = None if rest["run"] is None else Run(**rest["run"])
+        solver._resumed = saved.path
         return solver
 
     def save(self) -> None:
@@ -247,7 +287,7 @@ class Solver:
         if not self.executor.leads:
             return  # one process writes for all
         try:
-            self._keeper.write(self.stage, self._state, self._rest())
+            self._keeper.write(self.stage, self._state, self._rest(), self.history)
         except NhgdError as error:
             raise self._with_last(error) from error
 
@@ -261,7 +301,6 @@ class Solver:
         return {
             "randomness": self._randomness.state(),
             "seconds": self.seconds,
-            "history": self.history,
             "run": None if self._run is None else dict(vars(self._run)),
         }
 
@@ -280,17 +319,48 @@ class Solver:
                 "This process keeps curvature for others and takes no steps. Call run(), or iterate over the solver, which both"
                 " end here when they end there."
             )
-        with self._in_company():
+        with self._in_company(), self._at_work():
             row = self._advance()
             self._save_if_due()
         self._unfinished = True
         return row
+
+    def stop(self) -> None:
+        """End `run` when the outer step that it is at is done, as a handler of a signal or another thread may ask."""
+        self._stopping = True
+
+    @contextmanager
+    def _at_work(self) -> Iterator[Callable[[], None]]:
+        """The setting of steps: no other run is in the folder of checkpoints, and Ctrl-C leaves one of the last whole step.
+
+        What is given is to be called between two steps, where Ctrl-C may come.
+        """
+        keeper = self._keeper if self.executor.leads else None
+        with ExitStack() as stack:
+            if keeper is not None:
+                stack.enter_context(keeper.at_work())
+            try:
+                yield stack.enter_context(held_back(keeper is not None))
+                stack.close()  # Ctrl-C may have come during the last step
+            except KeyboardInterrupt as stop:
+                if keeper is not None:
+                    self._save_what_is_whole(keeper)
+                    stop.args = stop.args or (keeper.last().strip(),)
+                raise
+
+    def _save_what_is_whole(self, keeper: Keeper) -> None:
+        if self._whole and keeper.step != self.stage.clock.k:
+            try:
+                self.save()
+            except NhgdError as error:
+                warnings.warn(str(error), stacklevel=2)
 
     def _save_if_due(self) -> None:
         if self._keeper is not None and self._keeper.due(self.stage.clock.k):
             self.save()
 
     def _advance(self) -> Row:
+        self._whole = False
         problem, clock = self.problem, self.stage.clock
         problem.refuse_inference()
         theta, v = problem.theta.flat(), problem.v.flat()
@@ -299,7 +369,7 @@ class Solver:
         started = time.perf_counter()
         with self._randomness.scope(), self.stage.computing():
             try:
-                with self.executor.scope():
+                with self.executor.scope(), self._fitting():
                     self.stage.begin()
                     self._state, info = self.algorithm.step(self.stage, self._state)
                 _finite(info)
@@ -337,7 +407,22 @@ class Solver:
         if self.metrics is not None and (clock.k % self.metrics_every == 0 or clock.k == 1):
             row |= self.evaluate()
         self.history.append(row)
+        self._whole = True
         return row
+
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        """The first step after a resume shows whether what was read fits the problem in every respect."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
+            if self._resumed is None or isinstance(error, (NhgdError, torch.OutOfMemoryError)):
+                raise
+            raise RunError(
+                f"The first outer step from {self._resumed} failed ({type(error).__name__}: {' '.join(str(error).split())}). What"
+                " is kept there does not fit the problem, or the problem's functions are not what they were."
+            ) from error
+        self._resumed = None
 
     def evaluate(self) -> dict[str, float]:
         """The metrics at the current point; buffers, training flags and random numbers stay as they are."""
@@ -366,6 +451,7 @@ class Solver:
                 yield self.step()
         except GeneratorExit:
             self._finish(self.solution())
+            self._leave_folder()
 
     @validated
     def run(
@@ -399,15 +485,21 @@ class Solver:
         else:
             run = before if unsaid else replace(before, steps=steps, limit=limit, plateau=plateau)
         self._run, self._broken_off = run, None
-        with self._in_company():
-            solution = self._run_until_the_end(run, before is None, progress)
+        try:
+            with self._in_company(), self._at_work() as between_steps:
+                solution = self._run_until_the_end(run, before is None, progress, between_steps)
+        finally:
+            self._stopping = False
+        self._leave_folder()
         self._finish(solution)
         return solution
 
-    def _run_until_the_end(self, run: Run, is_new: bool, progress: bool | None) -> Solution:
+    def _run_until_the_end(
+        self, run: Run, is_new: bool, progress: bool | None, between_steps: Callable[[], None]
+    ) -> Solution:
         if self._keeper is not None and is_new and run.first:
             self.save()  # a second run: should it be broken off at once, it is this one that goes on
-        result: Literal["steps", "budget", "plateau"] = "steps"
+        result: Literal["steps", "budget", "plateau", "stopped"] = "steps"
         course = Course(self.problem.v.flat())
         with bar(self.algorithm.name, progress) as tick:
             while True:
@@ -422,11 +514,15 @@ class Solver:
                 if run.plateau is not None and run.waited >= run.plateau:
                     result = "plateau"
                     break
+                if self._told_to_stop():
+                    result = "stopped"
+                    break
                 done = max(taken / run.steps if run.steps else 0.0, used / run.limit if run.limit else 0.0)
                 self.stage.clock.done = done
                 row = self._advance()
                 run.note(row["outer_loss"])
                 course.note(self.problem.v.flat(), row)
+                between_steps()
                 self._save_if_due()
                 tick(done, f"step {row['step']}, outer loss {row['outer_loss']:.4g}")
             tick(1.0, "")
@@ -440,14 +536,24 @@ class Solver:
             warnings.warn(remark, StagnationWarning, stacklevel=3)
         return solution
 
+    def _told_to_stop(self) -> bool:
+        """Whether `stop` was called; workers stop together, where the first of them is told to."""
+        stopping = self._stopping and bool(self.history)  # what ends has something to show
+        return bool(self.stage.team.agreed(float(stopping))) if self.stage.team.size > 1 else stopping
+
     @contextmanager
     def _in_company(self) -> Iterator[None]:
-        """An error inside is told to the other processes, so that nobody waits for this one."""
+        """An error inside is told to the other processes, so that nobody waits for this one, and the folder is left."""
         try:
             yield
         except BaseException as error:
+            self._leave_folder()
             self.executor.fail(error)
             raise
+
+    def _leave_folder(self) -> None:
+        if self._keeper is not None:
+            self._keeper.release()
 
     def _finish(self, solution: Solution) -> None:
         """The run has ended: the processes that served it learn what it found."""
@@ -518,10 +624,24 @@ class Solver:
         return Solution(self.problem.v.given, self.problem.theta.given, self.history, stats, result)
 
     def close(self) -> None:
-        """Let go of what the executor holds."""
+        """Let go of what the executor holds, and of the folder of the checkpoints."""
+        self._leave_folder()
         if self._unfinished and not self.executor.serves:
             self._finish(self.solution())
         self.executor.close()
+
+    def __enter__(self) -> Solver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise InputError(
+            "A Solver cannot be copied or pickled: it trains its problem in place and walks over its data. To go on twice from"
+            " one point, keep the run (checkpoint='runs/a') and resume it with a copy of the problem:"
+            " Solver.resume('runs/a', problem, inner_data, outer_data, checkpoint='runs/b')."
+        )
 
     def _diagnosed(self, error: NonFiniteError) -> NhgdError:
         """The sentence a user needs: what became non-finite, at which step, and why as far as can be seen."""
@@ -558,6 +678,12 @@ def _refuse_idle(executor: AbstractExecutor, algorithm: AbstractAlgorithm) -> No
             f"The method {algorithm.name}{by} learns no curvature from the inner steps, so {executor.name} execution would have"
             " nothing to run. Use execution inline, or a method that learns, such as nhgd."
         )
+
+
+def _close_unless_used(executor: AbstractExecutor, user: object) -> None:
+    """End the threads of an executor whose solver is gone."""
+    if executor.user is user:
+        executor.close()
 
 
 def seconds(budget: str | float) -> float:

@@ -394,7 +394,7 @@ def test_a_checkpoint_changes_nothing(tmp_path):
     assert before[2] == random.getstate()
     assert torch.equal(found.v, expected.v)
     assert timeless(found.history) == timeless(expected.history)
-    assert [place.name for place in (tmp_path / "a").iterdir()] == ["checkpoint-000004"]
+    assert sorted(place.name for place in (tmp_path / "a").iterdir()) == ["checkpoint-000003", "checkpoint-000004"]
 
 
 def test_what_does_not_fit_is_named(tmp_path):
@@ -467,9 +467,9 @@ def test_damaged_files_are_refused(tmp_path):
         ("tensors.safetensors", tensors[:-1] + bytes([tensors[-1] ^ 1]), "tensors.safetensors is damaged"),
         ("run.json", rest[:-100], "run.json is damaged"),
         ("run.json", rest.replace(b'"step": 3', b'"step": 4'), "run.json is damaged"),
-        ("run.json", b"[]", "is no checkpoint of nhgd"),
+        ("run.json", b"[]", "it is no checkpoint of nhgd"),
         ("run.json", b"\xff\xfe", "run.json is damaged"),
-        ("run.json", rest.replace(b'"version": 1', b'"version": 2'), "has version 2 of the checkpoint's format"),
+        ("run.json", rest.replace(b'"version": 2', b'"version": 3'), "has version 3 of the checkpoint's format"),
         ("run.json", None, "cannot be read: No such file"),
     ):
         for other, content in good.items():
@@ -604,14 +604,6 @@ def test_errors_name_the_last_good_checkpoint(tmp_path):
     assert newest(tmp_path / "b") is None
 
 
-def test_two_runs_in_one_folder_are_noticed(tmp_path):
-    one, two = (quadratic(seed=seed).solver(checkpoint=tmp_path / "a", checkpoint_every=1) for seed in (0, 1))
-    one.step()
-    two.step()  # a new run takes the place over
-    with pytest.raises(nhgd.RunError, match=r"has changed under this run.*The last good checkpoint is"):
-        one.step()
-
-
 def test_checkpoints_take_a_small_part_of_the_time(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(keepers.time, "monotonic", lambda: now[0])
@@ -688,7 +680,7 @@ print(steps)
 assert steps == sorted(steps) and steps[-1] > steps[0] > 0, steps
 assert torch.equal(solution.v, whole.v)
 assert [row["outer_loss"] for row in solution.history] == [row["outer_loss"] for row in whole.history]
-assert len(os.listdir(path)) == 1
+assert len(os.listdir(path)) == 2
 print("same")
 """
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from nhgd.checkpoint.files import newest
-from nhgd.checkpoint.keeper import Keeper, Saved
+from nhgd.checkpoint.files import check_writable, newest
+from nhgd.checkpoint.keeper import Keeper, Saved, as_path, refuse_kept
+from nhgd.checkpoint.lock import Lock
 from nhgd.errors import InputError
 
 
@@ -21,10 +23,24 @@ def last_kept(path: str | Path) -> str:
     It is said after an error, of which it must not make another: the process that writes may take away what is being read.
     """
     for _ in range(3):
-        if exists(path):
-            with suppress(InputError):
+        with suppress(InputError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if exists(path):
                 return f" The last good checkpoint is {path}, outer step {Saved(path).step}."
     return ""
 
 
-__all__ = ["Keeper", "Saved", "exists", "last_kept"]
+def claimed(path: str | Path, overwrite: bool, resume: bool = False) -> Lock:
+    """The right to write checkpoints into a folder, taken before anything that takes long; a `Solver` takes it over.
+
+    A folder that holds checkpoints is refused, unless they are to be gone on from or may go.
+    """
+    place = as_path(path)
+    check_writable(place)
+    refuse_kept(place, overwrite or resume)
+    lock = Lock(place)
+    lock.acquire()
+    return lock
+
+
+__all__ = ["Keeper", "Saved", "claimed", "exists", "last_kept"]

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nhgd.algorithm.stage import Mover, Stage
+from nhgd.checkpoint import schema
 from nhgd.checkpoint.tree import expected
 from nhgd.data.batch import fingerprint
 from nhgd.errors import InputError
@@ -36,6 +37,82 @@ def of_stage(stage: Stage) -> dict[str, Any]:
         "inner_data": stage.inner.position(),
         "outer_data": stage.outer.position(),
     }
+
+
+def check_stage(stage: Stage, saved: Any, step: int) -> None:
+    """Refuse what does not belong to a stage like this one after so many steps, before anything of it is changed."""
+
+    def variable(given: Variable) -> schema.Check:
+        leaves = dict(zip(given.names, given.leaves, strict=True))
+        parts = {"leaves": leaves, "buffers": given.named_buffers()}
+        return schema.record(
+            **{
+                part: schema.record(**{name: schema.tensor_like(tensor) for name, tensor in found.items()})
+                for part, found in parts.items()
+            }
+        )
+
+    schema.record(
+        theta=variable(stage.problem.theta),
+        v=variable(stage.problem.v),
+        inner_optimiser=_optimiser(stage.theta),
+        outer_optimiser=_optimiser(stage.v),
+        curvature=lambda value, where: schema.alike(value, curvature(stage), where),
+        clock=schema.like(vars(stage.clock)),
+        calls=schema.like({f.name: getattr(stage.calls, f.name) for f in fields(stage.calls)}),
+        inner_data=schema.position,
+        outer_data=schema.position,
+    )(saved, "stage")
+    if saved["clock"]["k"] != step:
+        raise schema.Misfit("stage/clock/k", f"the outer step, {step}")
+
+
+def _optimiser(mover: Mover) -> schema.Check:
+    groups = [
+        schema.record(**{name: _like_setting(value) for name, value in group.items()})
+        for group in _groups(mover.optimizer)
+    ]
+    params = [p for group in mover.optimizer.param_groups for p in group["params"]]
+
+    def all_groups(value: Any, where: str) -> None:
+        schema.listing(schema.anything, len(groups))(value, where)
+        for i, (check, item) in enumerate(zip(groups, value, strict=True)):
+            check(item, f"{where}/{i}")
+
+    def state(value: Any, where: str) -> None:
+        if not isinstance(value, dict):
+            raise schema.Misfit(where, "the moments of each parameter")
+        for index, held in value.items():
+            known = type(index) is int and 0 <= index < len(params) and isinstance(held, dict)
+            if not known or not all(isinstance(name, str) for name in held):
+                raise schema.Misfit(f"{where}/{index}", "the moments of a parameter")
+            if isinstance(mover.optimizer, torch.optim.LBFGS):
+                continue  # it keeps moments of all parameters in one
+            shape = params[index].shape
+            for name, moment in held.items():
+                if isinstance(moment, Tensor) and moment.ndim and moment.shape != shape:
+                    raise schema.Misfit(f"{where}/{index}/{name}", f"of shape {tuple(shape)}")
+
+    return schema.record(groups=all_groups, state=state)
+
+
+def _like_setting(like: Any) -> schema.Check:
+    """A setting of an optimiser: of the same kind, where that can be told; a step size may be a number or a tensor."""
+
+    def look(value: Any, where: str) -> None:
+        numbers = (int, float, Tensor)
+        if isinstance(like, numbers) and not isinstance(like, bool):
+            if not isinstance(value, numbers) or isinstance(value, bool):
+                raise schema.Misfit(where, "a number")
+        elif type(value) is not type(like):
+            raise schema.Misfit(where, f"of the kind {type(like).__name__}")
+        elif isinstance(like, (tuple, list)):
+            if len(value) != len(like):
+                raise schema.Misfit(where, f"{len(like)} of them")
+            for i, (there, here) in enumerate(zip(value, like, strict=True)):
+                _like_setting(here)(there, f"{where}/{i}")
+
+    return look
 
 
 def into_stage(stage: Stage, saved: dict[str, Any]) -> None:

@@ -1,19 +1,22 @@
 """A checkpoint on disk: a folder that appears whole or not at all, and is read without running any code.
 
     runs/a/checkpoint-000007/tensors.safetensors     every tensor by name
-    runs/a/checkpoint-000007/run.json                all the rest, with the hash of the other file and of itself
+    runs/a/checkpoint-000007/history.jsonl           one row for each outer step
+    runs/a/checkpoint-000007/run.json                all the rest, with the hashes of the other two and of itself
 
-A new one is written beside, under another name, and renamed; the one before it is taken away only then.
+A new one is written beside, under another name, and renamed; only then is the last but one taken away.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,10 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nhgd.checkpoint import rows, schema
+from nhgd.checkpoint.disk import LARGEST, Damaged, hash_file, read_all, to_disk, write_file
+from nhgd.checkpoint.rows import Written
 from nhgd.errors import InputError, RunError
 
 FORMAT = "nhgd checkpoint"
-VERSION = 1
+VERSION = 2
+TENSORS, REST = "tensors.safetensors", "run.json"
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 _DRAFT = ".draft-"
 
@@ -38,84 +45,183 @@ def safetensors() -> ModuleType:
     return library
 
 
+def _failures() -> tuple[type[Exception], ...]:
+    """What a file that cannot be written or read raises; of the library's own kind where it is the library that tries."""
+    from safetensors import SafetensorError
+
+    return OSError, SafetensorError
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    found = re.search(r"([^:{}\"]*?) \(os error \d+\)", str(error))
+    return found[1].strip() if found else str(error).strip().rstrip(".")
+
+
 def check_writable(path: Path) -> None:
     """Refuse, without writing anything, a place where no folder can be made."""
-    place = path.absolute()
-    while not os.path.lexists(place):
-        place = place.parent
-    if not place.is_dir():
+    try:
+        place = path.absolute()
+        while not os.path.lexists(place):
+            place = place.parent
+        is_folder = place.is_dir()
+    except (OSError, ValueError) as error:
+        why = _why(error) if isinstance(error, OSError) else str(error)
+        raise InputError(f"checkpoint {str(path)!r} cannot be a folder: {why}. Name another place.") from error
+    if not is_folder:
         raise InputError(f"checkpoint {path} cannot be a folder: {place} is a file. Name another place.")
     if not os.access(place, os.W_OK | os.X_OK):
         raise InputError(f"checkpoint {path} cannot be written: {place} does not allow it. Name another place.")
 
 
+def called(path: Path, number: int) -> Path:
+    """The folder of a checkpoint."""
+    return path / f"checkpoint-{number:06d}"
+
+
+def gone(path: Path, number: int) -> bool:
+    """Whether a checkpoint is not there any more, as far as the system can tell."""
+    try:
+        os.stat(called(path, number))
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def numbered(path: Path) -> list[tuple[int, Path]]:
+    """The numbers and the places of all checkpoints under `path`, whole or damaged, the newest first."""
+    try:
+        names = os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {_why(error)}.") from error
+    found = [(int(match[1]), path / name) for name in names if (match := _NAME.fullmatch(name))]
+    return sorted(found, reverse=True)
+
+
 def newest(path: Path) -> tuple[int, Path] | None:
     """The number and the folder of the newest checkpoint under `path`, if there is one."""
-    if not path.is_dir():
-        return None
-    found = [(int(match[1]), place) for place in path.iterdir() if (match := _NAME.fullmatch(place.name))]
-    return max(found, default=None)
+    return next(iter(numbered(path)), None)
 
 
-def write(path: Path, contents: Any, tensors: Mapping[str, Tensor], last: int | None) -> int:
-    """Write a checkpoint under `path` and take the older ones away; its number.
+@dataclass(frozen=True)
+class Kept:
+    """One that this run has written or was read from: its number, and how far its rows reach."""
+
+    number: int
+    written: Written
+
+
+def write(
+    path: Path,
+    number: int,
+    contents: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    history: Sequence[Any],
+    pack: Callable[[int], Any],
+    before: Sequence[Kept],
+) -> Kept:
+    """Write a checkpoint under `path`, which must be there.
 
     Args:
         path: where the checkpoints of a run lie.
+        number: of the new one.
         contents: what is not a tensor, as JSON.
         tensors: by name; copied as they are.
-        last: the number this run wrote last, None if it wrote none yet. Where another stands there now, another run has
-            written it.
+        history: of the run, of which `pack` gives the JSON of row i.
+        before: what this run wrote before, the newest last. The last one stays.
     """
     library = safetensors()
-    before = newest(path)
-    if last is not None and (before is None or before[0] != last):
-        raise RunError(
-            f"{path} has changed under this run: does another run write its checkpoints there? Name another."
-        )
-    number = 1 if before is None else before[0] + 1
     draft = path / f"{_DRAFT}{os.getpid()}"
+    old = [(called(path, kept.number), kept.written, kept is not before[-1]) for kept in before]
     try:
-        path.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
+        os.mkdir(draft)
         # Each in memory of its own: the library refuses tensors that share some, and permuted ones.
         copies = {name: t.to("cpu", copy=True, memory_format=torch.contiguous_format) for name, t in tensors.items()}
-        library.save_file(copies, draft / "tensors.safetensors")
-        text = json.dumps(contents, allow_nan=False)
-        document = {
+        library.save_file(copies, draft / TENSORS)
+        to_disk(draft / TENSORS)
+        written = rows.write(draft, history, pack, old)
+        text = json.dumps(contents | {"history": written.told()}, allow_nan=False)
+        head = {
             "format": FORMAT,
             "version": VERSION,
-            "tensors_sha256": _hash_file(draft / "tensors.safetensors"),
+            "tensors_sha256": hash_file(draft / TENSORS),
             "contents_sha256": hashlib.sha256(text.encode()).hexdigest(),
         }
-        head = json.dumps(document)[:-1]
-        (draft / "run.json").write_text(f'{head}, "contents": {text}}}\n', encoding="utf-8")
-        for file in (draft / "tensors.safetensors", draft / "run.json", draft):
-            _to_disk(file)
-        os.rename(draft, path / f"checkpoint-{number:06d}")
-        _to_disk(path)
-    except OSError as error:
+        data = f'{json.dumps(head)[:-1]}, "contents": {text}}}\n'.encode()
+        if len(data) > LARGEST:
+            raise RunError(
+                f"The checkpoint in {path} could not be written: what it holds beside tensors takes {len(data):,} bytes, and"
+                f" {LARGEST:,} is the most. Keep large states as tensors."
+            )
+        write_file(draft / REST, data)
+        to_disk(draft)
+        os.rename(draft, called(path, number))
+        to_disk(path)
+    except _failures() as error:
+        raise RunError(f"The checkpoint in {path} could not be written: {_why(error)}.") from error
+    finally:
         shutil.rmtree(draft, ignore_errors=True)
-        raise RunError(f"The checkpoint in {path} could not be written: {error.strerror or error}.") from error
-    for place in path.iterdir():
-        match = _NAME.fullmatch(place.name)
-        if (match and int(match[1]) < number) or place.name.startswith(_DRAFT):
-            shutil.rmtree(place, ignore_errors=True)
-    return number
+    return Kept(number, written)
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], int]:
-    """The contents, the tensors and the number of the newest checkpoint under `path`, made sure to be as written."""
+def tidy(path: Path, keep: set[int], drafts: bool) -> None:
+    """Take away all checkpoints but some, each at once and not in parts; and what processes that are gone left half-written."""
+    with contextlib.suppress(OSError):
+        for number, place in numbered(path):
+            if number not in keep:
+                gone = path / f"{_DRAFT}{os.getpid()}-{number}"
+                os.rename(place, gone)
+                shutil.rmtree(gone, ignore_errors=True)
+                gone.unlink(missing_ok=True)
+    with contextlib.suppress(OSError, InputError):
+        for name in os.listdir(path):
+            if drafts and name.startswith(_DRAFT):
+                shutil.rmtree(path / name, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was read: its contents, its tensors, its rows as JSON, and which one it is."""
+
+    contents: dict[str, Any]
+    tensors: dict[str, Tensor]
+    rows: list[Any]
+    kept: Kept
+
+
+def read(path: Path) -> tuple[Found, list[Exception]]:
+    """The newest checkpoint under `path` that is as written, and what is wrong with those that are newer."""
     library = safetensors()
-    found = newest(path)
-    if found is None:
+    wrong: list[Exception] = []
+    for found in _readable(path, library, wrong):
+        return found, wrong
+    if not wrong:
         raise InputError(f"There is no checkpoint in {path}. Name the folder that was given as checkpoint=.")
-    number, place = found
+    raise InputError(f"{wrong[0]} Restore the folder from a copy, or begin the run anew.") from wrong[0]
+
+
+def _readable(path: Path, library: ModuleType, wrong: list[Exception]) -> Iterator[Found]:
+    for number, place in numbered(path):
+        try:
+            yield _read(place, number, library)
+        except Damaged as error:
+            wrong.append(error)
+        except _failures() as error:
+            wrong.append(InputError(f"The checkpoint {place} cannot be read: {_why(error)}."))
+
+
+def _read(place: Path, number: int, library: ModuleType) -> Found:
+    file = place / REST
     try:
-        document = json.loads((place / "run.json").read_text(encoding="utf-8"))
+        document = json.loads(read_all(file).decode())
         if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise InputError(f"{place / 'run.json'} is no checkpoint of nhgd.")
+            raise Damaged(file, "it is no checkpoint of nhgd")
         if document["version"] != VERSION:
             raise InputError(
                 f"{place} has version {document['version']} of the checkpoint's format, and this nhgd reads version {VERSION}."
@@ -124,41 +230,28 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], int]:
         contents = document["contents"]
         text = json.dumps(contents, allow_nan=False)
         if hashlib.sha256(text.encode()).hexdigest() != document["contents_sha256"]:
-            raise _damaged(place / "run.json")
-        if _hash_file(place / "tensors.safetensors") != document["tensors_sha256"]:
-            raise _damaged(place / "tensors.safetensors")
-        try:
-            return contents, library.load_file(place / "tensors.safetensors"), number
-        except library.SafetensorError as error:
-            raise _damaged(place / "tensors.safetensors") from error
-    except OSError as error:
-        raise InputError(f"The checkpoint {place} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, KeyError, TypeError) as error:
+            raise Damaged(file)
+        if hash_file(place / TENSORS) != document["tensors_sha256"]:
+            raise Damaged(place / TENSORS)
+        tensors = _loaded(place / TENSORS, library)
+        schema.check_document(contents, tensors)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
-        raise _damaged(place / "run.json") from error
+        raise Damaged(file, str(error) if isinstance(error, schema.Misfit) else "it is not what was written") from error
+    found, written = rows.read(place, contents["history"])
+    return Found(contents, tensors, found, Kept(number, written))
 
 
-def _damaged(file: Path) -> InputError:
-    return InputError(
-        f"{file} is damaged: it is not what was written. Restore the folder from a copy, or begin the run anew."
-    )
-
-
-def _hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while part := file.read(2**20):
-            digest.update(part)
-    return digest.hexdigest()
-
-
-def _to_disk(path: Path) -> None:
-    """Make sure that what was written survives a loss of power."""
-    if os.name != "posix" and path.is_dir():
-        return
-    handle = os.open(path, os.O_RDONLY)
+def _loaded(file: Path, library: ModuleType) -> dict[str, Tensor]:
+    refused: tuple[type[Exception], ...] = (
+        *_failures(),
+        RuntimeError,
+    )  # torch's own, where it cannot open or map the file
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        found: dict[str, Tensor] = library.load_file(file)
+    except refused as error:
+        if isinstance(error, OSError):
+            raise
+        raise Damaged(file, _why(error).splitlines()[0]) from error
+    return found

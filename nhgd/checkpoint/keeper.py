@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +15,36 @@ import torch
 
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.algorithm.stage import Stage
-from nhgd.checkpoint import contents, files
+from nhgd.checkpoint import contents, files, schema
+from nhgd.checkpoint.lock import Lock
 from nhgd.checkpoint.settings import packed, to_continue
-from nhgd.checkpoint.tree import Classes, Unkept, expected, pack, unpack
-from nhgd.errors import InputError
+from nhgd.checkpoint.tree import Classes, Unkept, expected, pack, pack_row, unpack
+from nhgd.errors import InputError, NhgdError, RunError
 from nhgd.problem import Bilevel
 
 USUAL = 30.0  # seconds
 SHARE = 0.02  # of the time, at most, goes into checkpoints unless the user says how often
+_CPU = torch.device("cpu")
 
 
 class Saved:
-    """A checkpoint that was read: what a new solver needs to know first, and the rest for `Keeper.put_back`."""
+    """A checkpoint that was read: what a new solver needs to know first, and the rest for `Keeper.put_back`.
+
+    It is the newest that is as it was written. Where newer ones are damaged, a warning says so.
+    """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.document, self.tensors, self.number = files.read(self.path)
+        self.path = as_path(path)
+        self.seen = {number for number, _ in files.numbered(self.path)}
+        found, wrong = files.read(self.path)
+        self.document, self.tensors, self.rows, self.kept = found.contents, found.tensors, found.rows, found.kept
+        if wrong:
+            reasons = " ".join(map(str, wrong))
+            warnings.warn(
+                f"{reasons} The run goes on from the checkpoint before, {files.called(self.path, self.kept.number)}, outer step"
+                f" {self.step}.",
+                stacklevel=3,
+            )
 
     @property
     def step(self) -> int:
@@ -38,54 +54,101 @@ class Saved:
     def settings(self, given: Mapping[str, Any], problem: Bilevel) -> dict[str, Any]:
         """The settings of the solver that goes on; a problem or settings that do not fit are refused."""
         contents.check_portrait(self.path, self.document["problem"], problem)
-        found = to_continue(self.path, self.document["settings"], given, problem)
-        return {"checkpoint": self.path} | found
+        with self.readable("settings"):
+            found = to_continue(self.path, self.document["settings"], given, problem)
+        chosen = {"checkpoint": self.path} | found
+        if _same(chosen["checkpoint"], self.path):
+            chosen["overwrite"] = True  # what lies there is this run itself
+        return chosen
 
     def tree(self, name: str, classes: Classes, device: torch.device) -> Any:
         """One part of what was kept."""
-        try:
+        with self.readable(name):
             return unpack(self.document[name], self.tensors, classes, device)
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"{self.path} holds no {name} that this nhgd can read ({error}).") from error
+
+    def history(self, device: torch.device) -> list[dict[str, Any]]:
+        """The rows."""
+        with self.readable("history"):
+            check = schema.tree({})
+            found = []
+            for i, row in enumerate(self.rows):
+                check(row, f"history/{i}")
+                made = unpack(row, {}, {}, device)
+                schema.mapping(schema.anything)(made, f"history/{i}")
+                for name in ("step", "seconds", "outer_loss", "inner_loss"):
+                    schema.number(made.get(name), f"history/{i}/{name}")
+                found.append(made)
+            return found
+
+    @contextmanager
+    def readable(self, name: str) -> Iterator[None]:
+        """What goes wrong inside is said of this part of the checkpoint."""
+        try:
+            yield
+        except NhgdError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+            raise InputError(
+                f"{self.path} holds no {name} that this nhgd can read ({str(error).splitlines()[0] if str(error) else error!r})."
+                " Continue with the nhgd, the method and the data it was written with."
+            ) from error
 
 
 class Keeper:
     """Writes the checkpoints of one run.
 
     Args:
-        path: the folder they go into. What another run left there stays until this one writes its first.
+        path: the folder they go into.
         steps: outer steps between two of them.
         seconds: between two of them. Without either, 30, and so many more that they take a fiftieth of the time at most.
-        stage, algorithm, state: of the run, before its first step.
-        settings: of the solver, as given.
+        overwrite: whether the folder may hold those of another run, which stay until this one writes its first.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        steps: int | None,
-        seconds: float | None,
-        stage: Stage,
-        algorithm: AbstractAlgorithm,
-        state: Any,
-        settings: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, path: str | Path, steps: int | None, seconds: float | None, overwrite: bool = False) -> None:
         files.safetensors()
-        self.path = Path(path)
+        self.path = as_path(path)
         files.check_writable(self.path)
+        refuse_kept(self.path, overwrite)
         self._steps, self._seconds = steps, seconds
+        self.lock = Lock(self.path)
+        self._classes: Classes = {}
+        self._fixed: dict[str, Any] = {}
+        self.step: int | None = None  # the outer step of the last one
+        self._kept: list[files.Kept] = []  # the last ones of this run, two at most
+        self._earlier = [number for number, _ in files.numbered(self.path)]
+        self._known = set(self._earlier)  # and what this run has begun
+        self._written = time.monotonic()
+        self._took = 0.0
+
+    def begin(self, stage: Stage, algorithm: AbstractAlgorithm, state: Any, settings: Mapping[str, Any]) -> None:
+        """Take note of a run before its first step: its stage, its state, and the settings of the solver, as given."""
         self._classes = contents.classes(stage, state)
         self._fixed = {
             "problem": contents.portrait(stage.problem),
             "optimisers": contents.optimisers(stage),
             "settings": packed(settings, algorithm),
         }
-        self.step: int | None = None  # the outer step of the last one
-        self._number: int | None = None
-        self._written = time.monotonic()
-        self._took = 0.0
+
+    def claim(self) -> None:
+        """Keep other runs out of the folder from now on."""
+        self.lock.acquire(InputError)
+        self._refuse_strangers(InputError)
+
+    def release(self) -> None:
+        """Let other runs into the folder, until the next step."""
+        self.lock.release()
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """The setting of a step."""
+        if not self.lock.held:
+            self.lock.acquire(RunError)
+            self._refuse_strangers(RunError)
+        self.lock.busy = True
+        try:
+            yield
+        finally:
+            self.lock.busy = False
 
     def due(self, step: int) -> bool:
         """Whether one is to be written after this outer step."""
@@ -98,14 +161,51 @@ class Keeper:
         """Refuse a run that could not be kept, before its first step."""
         self._document(stage, state, rest)
 
-    def write(self, stage: Stage, state: Any, rest: Mapping[str, Any]) -> None:
+    def write(self, stage: Stage, state: Any, rest: Mapping[str, Any], history: Sequence[Any]) -> None:
         """Keep the run as it stands between two outer steps."""
         began = time.monotonic()
         document, tensors = self._document(stage, state, rest)
-        self._number = files.write(self.path, document, tensors, self._number)
+        self._make_sure_of_the_folder()
+        number = max(self._known, default=0) + 1
+        self._known.add(number)
+        try:
+            kept = files.write(
+                self.path,
+                number,
+                document,
+                tensors,
+                history,
+                lambda i: pack_row(history[i], f"history/{i}"),
+                self._kept,
+            )
+        except Unkept as found:
+            raise _unkept(found) from found
+        self._kept = [*self._kept[-1:], kept]
         self.step = stage.clock.k
+        files.tidy(self.path, {one.number for one in self._kept}, self.lock.excludes)
         self._written = time.monotonic()
         self._took = self._written - began
+
+    def _make_sure_of_the_folder(self) -> None:
+        """Make it again where it was taken away; where another run has come into it, this one may not write there."""
+        if not self.lock.held or self.lock.lost():
+            self.lock.release()
+            self.lock.acquire(RunError)
+        self._refuse_strangers(RunError)
+        last = self._kept[-1].number if self._kept else None
+        if last is not None and files.gone(self.path, last):
+            warnings.warn(
+                f"The checkpoints in {self.path} were taken away during the run. It goes on, and writes new ones there.",
+                stacklevel=2,
+            )
+            self._kept, self.step = [], None
+
+    def _refuse_strangers(self, error: type[InputError | RunError]) -> None:
+        if {number for number, _ in files.numbered(self.path)} - self._known:
+            raise error(
+                f"{self.path} holds checkpoints that this run has not written: another run has used the folder meanwhile. They"
+                " are left as they are. Name another folder, or go on from them."
+            )
 
     def _document(
         self, stage: Stage, state: Any, rest: Mapping[str, Any]
@@ -123,40 +223,88 @@ class Keeper:
             kept = {"stage": contents.of_stage(stage), "state": state, **rest}
             written |= {name: pack(part, name, tensors, self._classes) for name, part in kept.items()}
         except Unkept as found:
-            raise InputError(
-                f"A checkpoint cannot hold a {found.kind}, which stands at {found.path} of this run. States and metrics are"
-                " made of tensors, numbers, text, lists, tuples, dicts and the dataclasses that their fields announce."
-            ) from found
+            raise _unkept(found) from found
         return written | {"inverse": inverse}, tensors
 
     def last(self) -> str:
         """A sentence that says which checkpoint is the last good one, with a space before it; nothing if there is none."""
-        return "" if self.step is None else f" The last good checkpoint is {self.path}, outer step {self.step}."
+        if self.step is None and any(not files.gone(self.path, number) for number in self._earlier):
+            return f" {self.path} still holds the earlier run, which was to be overwritten."
+        if self.step is None or not self._kept or files.gone(self.path, self._kept[-1].number):
+            return ""
+        return f" The last good checkpoint is {self.path}, outer step {self.step}."
 
-    def put_back(self, saved: Saved, stage: Stage) -> tuple[Any, dict[str, Any]]:
-        """Bring a fresh stage to where the saved run stood; the state of its method, and the rest that was kept."""
-        contents.check_optimisers(saved.path, saved.document["optimisers"], self._fixed["optimisers"])
+    def put_back(self, saved: Saved, stage: Stage, fresh: Any) -> tuple[Any, dict[str, Any]]:
+        """Bring a fresh stage to where the saved run stood; the state of its method, and the rest that was kept.
+
+        Args:
+            saved: what was kept.
+            stage: the fresh stage.
+            fresh: the state of the method before its first step.
+        """
+        if _same(self.path, saved.path):
+            self._known = saved.seen
+            self._refuse_strangers(InputError)  # another run may have gone on from it since it was read
+        with saved.readable("optimisers"):
+            contents.check_optimisers(saved.path, saved.document["optimisers"], self._fixed["optimisers"])
         stage.take_threads(saved.document["threads"])
         _warn_of_other_arithmetic(saved, stage.threads)
         device = stage.problem.theta.device
-        self._use_inverse(saved, stage)
+        with saved.readable("inverse"):
+            self._use_inverse(saved, stage)
         found = saved.tree("stage", self._classes, device)
-        contents.into_stage(stage, found)
-        # The walks draw random numbers; where the generators end is put right by the caller afterwards.
-        stage.inner.go_to(found["inner_data"])
-        stage.outer.go_to(found["outer_data"])
-        if self.path.absolute() == saved.path.absolute():
-            self.step, self._number = saved.step, saved.number
-        names = set(saved.document) - {*self._fixed, "step", "torch", "threads", "python", "stage", "state", "inverse"}
-        rest = {name: saved.tree(name, {}, device) for name in sorted(names)}
-        return saved.tree("state", self._classes, device), rest
+        state = saved.tree("state", self._classes, device)
+        rest = {name: saved.tree(name, {}, device) for name in ("randomness", "seconds", "run")}
+        rest["history"] = saved.history(device)
+        with saved.readable("state"):
+            schema.alike(state, fresh, "state")
+            schema.generators(rest["randomness"], "randomness")
+            schema.seconds(rest["seconds"], "seconds")
+        with saved.readable("stage"):
+            contents.check_stage(stage, found, saved.step)
+            contents.into_stage(stage, found)
+            # The walks draw random numbers; where the generators end is put right by the caller afterwards.
+            stage.inner.go_to(found["inner_data"])
+            stage.outer.go_to(found["outer_data"])
+        if _same(self.path, saved.path):
+            self.step, self._kept = saved.step, [saved.kept]
+        return state, rest
 
     def _use_inverse(self, saved: Saved, stage: Stage) -> None:
         """Periods that a clock has chosen are taken over: measured again, they may come out differently."""
         node = saved.document["inverse"]
         if stage.inverse is None or node == pack(stage.inverse, "inverse", {}, opaque=True):
             return
-        stage.use(saved.tree("inverse", expected(stage.inverse), stage.problem.theta.device))
+        found = saved.tree("inverse", expected(stage.inverse), stage.problem.theta.device)
+        schema.alike(found, stage.inverse, "inverse")
+        stage.use(found)
+
+
+def as_path(path: str | Path) -> Path:
+    """The folder a user named."""
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise InputError(f"A place for checkpoints is the name of a folder, such as 'runs/a', got {path!r}.")
+    return Path(path)
+
+
+def refuse_kept(path: Path, overwrite: bool) -> None:
+    """Refuse a folder that holds checkpoints already, unless they may go."""
+    if not overwrite and files.newest(path) is not None:
+        raise InputError(
+            f"{path} holds the checkpoints of an earlier run. Go on with that (--resume, or Solver.resume), replace it"
+            " (--overwrite, or overwrite=True), or name another folder."
+        )
+
+
+def _same(one: str | Path, other: str | Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _unkept(found: Unkept) -> InputError:
+    return InputError(
+        f"A checkpoint cannot hold a {found.kind}, which stands at {found.path} of this run. States and metrics are"
+        " made of tensors, numbers, text, lists, tuples, dicts and the dataclasses that their fields announce."
+    )
 
 
 def _warn_of_other_arithmetic(saved: Saved, threads: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from nhgd import schedule
 from nhgd.algorithm import ALGORITHMS, AbstractAlgorithm
 from nhgd.algorithm import resolve as resolve_algorithm
+from nhgd.checkpoint import schema
 from nhgd.checkpoint.tree import difference, full_name, in_words, is_opaque, pack, unpack
 from nhgd.errors import InputError, unknown
 from nhgd.inverse import INVERSES
@@ -18,7 +20,16 @@ from nhgd.problem import Bilevel
 
 # They change what is said about a run, or where its curvature is kept, but not where it goes.
 FREE = ("execution", "max_lag", "metrics", "metrics_every", "checkpoint_every")
-_WHERE = ("checkpoint",)
+# What a setting must be that was read from a file; the solver looks at values, and at those that are given.
+_PLAIN: dict[str, schema.Check] = {
+    "inner_steps": schema.counted,
+    "metrics_every": schema.counted,
+    "seed": schema.count,
+    "execution": schema.text,
+    "max_lag": schema.optional(schema.count),
+    "outer_clip": schema.optional(schema.number),
+}
+_WHERE = ("checkpoint", "overwrite")
 
 
 def own_classes() -> dict[str, type]:
@@ -61,7 +72,10 @@ def to_continue(path: Path, stored: Mapping[str, Any], given: Mapping[str, Any],
         )
     for name, node in stored.items():
         if name not in given:
-            chosen[name] = unpack(node, {}, known, torch.device("cpu"))
+            chosen[name] = value = unpack(node, {}, known, torch.device("cpu"))
+            _PLAIN.get(name, schema.anything)(value, name)
+            if is_dataclass(value):
+                schema.announced(value, name)
     return chosen
 
 

@@ -21,8 +21,8 @@ from nhgd.errors import InputError
 Json: TypeAlias = Any
 Classes: TypeAlias = Mapping[str, type]
 
-_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
-_OPTIMISERS = {n: c for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, Optimizer)}
+DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+OPTIMISERS = {n: c for n, c in vars(torch.optim).items() if isinstance(c, type) and issubclass(c, Optimizer)}
 _CPU = torch.device("cpu")
 
 
@@ -96,10 +96,12 @@ def pack(
         opaque: note what cannot be held, such as a function, instead of refusing it.
 
     >>> tensors = {}
-    >>> pack({"a": (1, float("inf")), "b": [torch.zeros(2)]}, "x", tensors)
-    {'map': {'a': {'tuple': [1, {'float': 'inf'}]}, 'b': [{'tensor': 'x/b/0', 'on': 'cpu'}]}}
+    >>> pack({"a": (1, float("inf"))}, "x", tensors)
+    {'map': {'a': {'tuple': [1, {'float': 'inf'}]}}}
+    >>> pack([torch.zeros(2)], "x", tensors)
+    [{'tensor': 'x/0', 'kind': 'float32', 'shape': [2], 'on': 'cpu'}]
     >>> list(tensors)
-    ['x/b/0']
+    ['x/0']
     """
 
     def inside(item: Any, name: object) -> Json:
@@ -131,7 +133,7 @@ def pack(
     if known and is_dataclass(value) and not isinstance(value, type):
         held = {f.name: inside(getattr(value, f.name), f.name) for f in fields(value)}
         return {"class": full_name(type(value)), "fields": held}
-    for name, optimiser in _OPTIMISERS.items():
+    for name, optimiser in OPTIMISERS.items():
         if value is optimiser:
             return {"optimiser": name}
     if opaque:
@@ -139,12 +141,42 @@ def pack(
     raise Unkept(path, value)
 
 
+def pack_row(value: Any, path: str) -> Json:
+    """The JSON of a small tree, its tensors within it.
+
+    >>> pack_row({"accuracy": torch.tensor([0.5])}, "row")
+    {'map': {'accuracy': {'array': '0000003f', 'dtype': 'float32', 'shape': [1], 'on': 'cpu'}}}
+    """
+    tensors: dict[str, Tensor] = {}
+    node = pack(value, path, tensors, {})
+    return _with_arrays(node, tensors) if tensors else node
+
+
+def _with_arrays(node: Json, tensors: Mapping[str, Tensor]) -> Json:
+    def inside(item: Json) -> Json:
+        return _with_arrays(item, tensors)
+
+    if isinstance(node, list):
+        return [inside(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "map" in node:
+        return {"map": {name: inside(item) for name, item in node["map"].items()}}
+    if "tensor" not in node:
+        return {kind: inside(items) for kind, items in node.items()}  # the others hold lists
+    tensor = tensors[node["tensor"]]
+    plain = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format).reshape(-1)
+    kind, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+    return {"array": plain.view(torch.uint8).numpy().tobytes().hex(), "dtype": kind, "shape": shape, "on": node["on"]}
+
+
 def _pack_tensor(value: Tensor, path: str, tensors: dict[str, Tensor]) -> Json:
     name, again = path, 2
     while name in tensors:  # keys of a dict may hold slashes
         name, again = f"{path}~{again}", again + 1
     tensors[name] = value.detach()
-    node: dict[str, Json] = {"tensor": name, "on": "cpu" if value.device.type == "cpu" else "device"}
+    kind, place = str(value.dtype).removeprefix("torch."), "cpu" if value.device.type == "cpu" else "device"
+    node: dict[str, Json] = {"tensor": name, "kind": kind, "shape": list(value.shape), "on": place}
     if not value.is_contiguous() and _plain_strides(value):
         # The same numbers in another order in memory may be summed in another order, and round otherwise.
         node["strides"] = list(value.stride())
@@ -184,6 +216,10 @@ def unpack(node: Json, tensors: Mapping[str, Tensor], classes: Classes, device: 
         if strides is not None:
             made = torch.empty_strided(stored.shape, strides, dtype=stored.dtype, device=place)
         return made.copy_(stored)
+    if "array" in node:
+        data, kind = bytearray.fromhex(node["array"]), DTYPES[node["dtype"]]
+        flat = torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)
+        return flat.reshape(node["shape"]).to(_CPU if node["on"] == "cpu" else device)
     if "map" in node:
         return {key: inside(item) for key, item in node["map"].items()}
     if "dict" in node:
@@ -193,9 +229,9 @@ def unpack(node: Json, tensors: Mapping[str, Tensor], classes: Classes, device: 
     if "float" in node:
         return float(node["float"])
     if "dtype" in node:
-        return _DTYPES[node["dtype"]]
+        return DTYPES[node["dtype"]]
     if "optimiser" in node:
-        return _OPTIMISERS[node["optimiser"]]
+        return OPTIMISERS[node["optimiser"]]
     if "named" in node:
         return _class(node["named"], classes)(*(inside(item) for item in node["items"]))
     if "class" in node:

@@ -222,6 +222,8 @@ class Stream:
                 if i == self._taken - 1 and self._before is not None:
                     set_generators(self._before["global"], self.device)
                 batch = next(self._walk, None)
+                if batch is None:
+                    break
             self.last = move(batch, self.device)
             if batch is None or fingerprint(self.last) != position["last"]:
                 raise InputError(

@@ -89,6 +89,7 @@ class AbstractExecutor(ABC):
     gathers: ClassVar[bool] = False  # whether it also brings workers together, who share the inner loop of any method
     usual_lag: ClassVar[int] = 8
     team: AbstractTeam = Alone()  # the workers that share the inner batches
+    user: object = None  # stands for the solver that it works for, the last that took it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

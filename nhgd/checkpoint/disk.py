@@ -1,0 +1,87 @@
+"""Files as a checkpoint needs them: brought to disk when they are written, and bounded when they are read."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nhgd.errors import InputError
+
+LARGEST = 2**26  # bytes of a file that is read at once
+
+
+class Damaged(InputError):
+    """A file of a checkpoint is not what was written."""
+
+    def __init__(self, file: Path, why: str = "it is not what was written") -> None:
+        super().__init__(f"{file} is damaged: {why}.")
+
+
+@contextmanager
+def regular(path: Path) -> Iterator[int]:
+    """An ordinary file, open for reading; a pipe, which would be waited for, or a device, which never ends, is refused."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise Damaged(path, "it is no ordinary file")
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def read_all(path: Path) -> bytes:
+    """The bytes of a file of moderate size."""
+    with regular(path) as handle:
+        size = os.fstat(handle).st_size
+        if size > LARGEST:
+            raise Damaged(path, f"it has {size:,} bytes, and none that was written has more than {LARGEST:,}")
+        parts = []
+        while part := os.read(handle, 2**20):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def hash_file(path: Path) -> str:
+    """The SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with regular(path) as handle:
+        while part := os.read(handle, 2**20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def write_all(handle: int, data: bytes) -> None:
+    """Write all of it, in as many pieces as the system takes."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(handle, view) :]
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a new file and bring it to disk."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        write_all(handle, data)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def to_disk(path: Path) -> None:
+    """Make sure that what was written, in a file or in a folder, survives a loss of power."""
+    folder = path.is_dir()
+    if folder and os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if not folder or error.errno != errno.EINVAL:  # some file systems have nothing to bring to disk for a folder
+            raise
+    finally:
+        os.close(handle)

@@ -1,0 +1,130 @@
+"""The history in a checkpoint: one row a line, to which the rows of the next outer steps are appended.
+
+Two checkpoints are kept, each with a file of its own. A new one takes over the file of the one that it replaces, by a second
+name for it, and appends what came since. What it appends does not touch the older one, which knows how far its part reaches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nhgd.checkpoint.disk import Damaged, regular, to_disk, write_all
+
+NAME = "history.jsonl"
+_PART = 2**20
+
+
+@dataclass(frozen=True)
+class Written:
+    """How far the rows of a checkpoint reach: their number, their bytes, and the hash of those, ready to go on."""
+
+    rows: int = 0
+    size: int = 0
+    digest: Any = field(default_factory=hashlib.sha256, compare=False)
+
+    def told(self) -> dict[str, Any]:
+        """The same as JSON."""
+        return {"rows": self.rows, "bytes": self.size, "sha256": self.digest.hexdigest()}
+
+
+def write(
+    draft: Path, history: Sequence[Any], pack: Callable[[int], Any], old: Iterable[tuple[Path, Written, bool]]
+) -> Written:
+    """Write the rows of a history into a draft; how far they reach.
+
+    Args:
+        draft: the folder of the new checkpoint.
+        history: all rows.
+        pack: the JSON of row i.
+        old: checkpoints that hold the first of these rows, the best first: their folders, how far they reach, and whether
+            their file may be taken over, since they will be taken away. Else it is copied.
+    """
+    file = draft / NAME
+    begun = Written()
+    for place, written, may_take in old:
+        if written.rows <= len(history) and _begin(file, place / NAME, written, may_take):
+            begun = written
+            break
+    digest, size = begun.digest.copy(), begun.size
+    handle = os.open(file, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        os.ftruncate(handle, size)
+        os.lseek(handle, size, os.SEEK_SET)
+        lines: list[str] = []
+        for i in range(begun.rows, len(history)):
+            lines.append(json.dumps(pack(i), allow_nan=False) + "\n")
+            if len(lines) == 1000 or i == len(history) - 1:
+                part = "".join(lines).encode()
+                write_all(handle, part)
+                digest.update(part)
+                size += len(part)
+                lines = []
+    finally:
+        os.close(handle)
+    to_disk(file)
+    return Written(len(history), size, digest)
+
+
+def _begin(file: Path, old: Path, written: Written, may_take: bool) -> bool:
+    """Whether `file` begins with the rows of an older one now."""
+    try:
+        if may_take:
+            with contextlib.suppress(OSError):  # not every file system has second names
+                os.link(old, file)
+                if os.stat(file).st_size >= written.size:
+                    return True
+                os.unlink(file)
+        digest = _copy(old, file, written.size)
+    except (OSError, Damaged):
+        digest = ""
+    if digest == written.digest.hexdigest():
+        return True
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(file)
+    return False
+
+
+def _copy(old: Path, file: Path, size: int) -> str:
+    digest = hashlib.sha256()
+    out = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        with regular(old) as handle:
+            while size and (part := os.read(handle, min(size, _PART))):
+                write_all(out, part)
+                digest.update(part)
+                size -= len(part)
+    finally:
+        os.close(out)
+    return digest.hexdigest()
+
+
+def read(place: Path, told: Any) -> tuple[list[Any], Written]:
+    """The rows in a checkpoint as JSON, and how far they reach, made sure to be as written."""
+    file = place / NAME
+    count, size = told["rows"], told["bytes"]
+    digest = hashlib.sha256()
+    parts: list[bytes] = []
+    left = size
+    with regular(file) as handle:
+        if os.fstat(handle).st_size < size:
+            raise Damaged(file)
+        while left and (part := os.read(handle, min(left, _PART))):
+            digest.update(part)
+            parts.append(part)
+            left -= len(part)
+    if digest.hexdigest() != told["sha256"]:
+        raise Damaged(file)
+    try:
+        rows = [json.loads(line) for line in b"".join(parts).splitlines()]
+    except (ValueError, RecursionError) as error:
+        raise Damaged(file) from error
+    if len(rows) != count:
+        raise Damaged(file)
+    return rows, Written(count, size, digest)

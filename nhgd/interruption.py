@@ -1,0 +1,39 @@
+"""Ctrl-C between two steps rather than within one."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def held_back(active: bool) -> Iterator[Callable[[], None]]:
+    """Ctrl-C inside waits until the block, or its end, asks for it by calling what is given here. A second one does not wait.
+
+    It is left alone where it means something else than KeyboardInterrupt, and outside the main thread, which alone hears it.
+    """
+    came = False
+
+    def hold(number: int, frame: Any) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = True
+
+    def let_through() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    in_main = threading.current_thread() is threading.main_thread()
+    if not active or not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield let_through
+        return
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield let_through
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    let_through()
