@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import QUADRATIC, Moment, Trial, cut_off, distributed, good, harmed
-from nhgd.checkpoint import Saved
+from nhgd.checkpoint import Saved, exists
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
 TIMEOUT = 3.0
@@ -65,6 +65,19 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
     assert not found["left"]
 
 
+def test_sigterm_ends_all_ranks_with_what_was_reached(tmp_path):
+    trial = Trial(tmp_path, [f"timeout={TIMEOUT}", "workers=2"], task=QUADRATIC)
+    trial.wait_for(3, running=True)
+    trial.process.send_signal(signal.SIGTERM)
+    out, err = trial.process.communicate(timeout=60)
+    assert trial.process.returncode == 143, err.decode()
+    told = json.loads(out)
+    assert told["partial"] is True
+    assert Saved(trial.checkpoint).step == told["steps"]
+    assert f"Stopped by SIGTERM after outer step {told['steps']}. The last good checkpoint is" in err.decode()
+    assert not trial.left()
+
+
 def test_the_ranks_end_with_the_one_that_started_them(tmp_path):
     trial = Trial(tmp_path, [f"timeout={TIMEOUT}"], task=QUADRATIC)
     trial.wait_for(2, running=True)
@@ -109,7 +122,7 @@ def test_torchrun_starts_again_and_goes_on(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     deadline = time.monotonic() + 90
-    while not any(checkpoint.glob("*")) and time.monotonic() < deadline:
+    while not exists(checkpoint) and time.monotonic() < deadline:
         time.sleep(0.05)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nhgd.cli.signals import number_of
 from nhgd.cli.started import started_by_someone as started_by_someone
 from nhgd.errors import RunError
 from nhgd.execution.address import SECRET, keep_store, stay_local
@@ -47,7 +48,9 @@ main()
 LAUNCHER = "NHGD_LAUNCHER"  # in the environment of a process that was started here: who started it
 NOTICING = 6.0  # seconds for the others to notice that one is gone, and to say so
 LEAVING = 2.0  # seconds to end after being asked, or for the others to fail as one has
-SPOKEN = (1, 2, 130)  # exit codes of a process that has said why
+STOPPING = 20.0  # seconds for a run that is asked to end to do so
+STOPPED = (129, 130, 143)  # exit codes of a run that was asked to end, and has kept what it had reached
+SPOKEN = (1, 2, *STOPPED)  # exit codes of a process that has said why
 
 
 @dataclass
@@ -81,7 +84,10 @@ def launch(arguments: Sequence[str], roles: Roles, restarts: int, timeout: float
     for attempt in range(restarts + 1):
         store = keep_store("127.0.0.1", 0, limit=60.0)
         with _members(arguments, roles, store.port, attempt) as (members, output):
-            code, why = _watch(members, roles, timeout)
+            try:
+                code, why = _watch(members, roles, timeout)
+            except KeyboardInterrupt as stop:
+                code, why = _stopped(members, roles, stop)
         for member in members:
             for reader in member.readers:
                 reader.join(LEAVING)
@@ -127,14 +133,6 @@ def _members(
     """The processes, running; all of them are gone when the block ends."""
     members: list[Member] = []
     output = bytearray()
-    before = signal.getsignal(signal.SIGTERM)
-
-    def terminated(*_: Any) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main:
-        signal.signal(signal.SIGTERM, terminated)
     try:
         secret = secrets.token_hex(16)
         for rank in range(roles.world):
@@ -142,8 +140,20 @@ def _members(
         yield members, output
     finally:
         _end(members)
-        if in_main:
-            signal.signal(signal.SIGTERM, before)
+
+
+def _stopped(members: Sequence[Member], roles: Roles, stop: KeyboardInterrupt) -> tuple[int, str | None]:
+    """Hand a signal on to the process that leads, which ends the run after its outer step and keeps what it has reached."""
+    members[0].process.send_signal(number_of(stop))
+    deadline = time.monotonic() + STOPPING
+    while members[0].process.poll() is None:
+        if time.monotonic() > deadline:
+            raise stop
+        time.sleep(0.05)
+    code, why = _watch(members, roles, LEAVING)
+    if code not in (0, *STOPPED):
+        raise stop  # it had nothing to keep yet
+    return code, why
 
 
 def _start(
@@ -222,7 +232,7 @@ def _watch(members: Sequence[Member], roles: Roles, timeout: float) -> tuple[int
             failed_at = failed_at or now
             patience = LEAVING if any(code in SPOKEN for code in codes) else NOTICING
             if None not in codes or now - failed_at > patience:
-                return next((code for code in codes if code in (2, 130)), 1), None
+                return next((code for code in codes if code in (2, *STOPPED)), 1), None
         silent = [member.rank for member in needed if member.failed is None and now - member.heard > limit]
         if silent:
             names = " and ".join(roles.called(rank) for rank in silent)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from nhgd.checkpoint.disk import to_disk
 from nhgd.errors import InputError, RunError
 from nhgd.path import check_name
 
@@ -74,16 +77,29 @@ def number(value: Any, form: str = ".4g") -> str:
 def check_folder(path: Path, *files: str) -> None:
     """Refuse, without writing anything, a folder that cannot be made or written to, or where a file's name is taken."""
     check_name("--out", path)
-    place = path.absolute()
-    while not os.path.lexists(place):
-        place = place.parent
-    if not place.is_dir():
+    try:
+        place = path.absolute()
+        while not os.path.lexists(place):
+            place = place.parent
+        is_folder = place.is_dir()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if not is_folder:
         raise InputError(f"--out {path} cannot be a folder: {place} is a file. Name another place.")
     if not os.access(place, os.W_OK | os.X_OK):
         raise InputError(f"--out {path} cannot be written: {place} does not allow it. Name another place.")
     for name in files:
-        if (path / name).is_dir():
-            raise InputError(f"--out {path} has a folder {name}, where a file is to be written. Name another place.")
+        try:
+            kind = os.stat(path / name).st_mode
+        except OSError:
+            continue  # nothing is there
+        if not stat.S_ISREG(kind):
+            what = "folder" if stat.S_ISDIR(kind) else "device or a pipe"
+            raise InputError(f"--out {path} has a {what} {name}, where a file is to be written. Name another place.")
+
+
+def _unwritable(path: Path, error: OSError) -> InputError:
+    return InputError(f"--out {path} cannot be written: {error.strerror or error}. Name another place.")
 
 
 class Folder:
@@ -94,21 +110,54 @@ class Folder:
 
     def write(self, name: str, make: Callable[[Path], Any]) -> Path:
         """Let `make` write a file of another name beside, then give it its own."""
-        final = self.path / name
-        # Of its name only the ending, by which pictures know their format: with more it might be too long.
-        draft = self.path / f".draft-{os.getpid()}{final.suffix if len(final.suffix) < 10 else ''}"
-        try:
-            make(draft)
-            os.replace(draft, final)
-        except OSError as error:
-            raise RunError(f"{final} could not be written: {error.strerror or error}.") from error
-        finally:
-            draft.unlink(missing_ok=True)
-        return final
+        return self._write({name: make})[0]
 
     def write_text(self, name: str, text: str) -> Path:
         """A file of text."""
-        return self.write(name, lambda path: path.write_text(text, encoding="utf-8"))
+        return self.write_texts({name: text})[0]
+
+    def write_texts(self, texts: Mapping[str, str]) -> list[Path]:
+        """Files of text that belong together: none takes the place of an older one before all are written."""
+
+        def maker(text: str) -> Callable[[Path], Any]:
+            return lambda path: path.write_text(text, encoding="utf-8")
+
+        return self._write({name: maker(text) for name, text in texts.items()})
+
+    def _write(self, files: Mapping[str, Callable[[Path], Any]]) -> list[Path]:
+        finals = [self.path / name for name in files]
+        # Of a name only the ending, by which pictures know their format: with more it might be too long.
+        endings = [final.suffix if len(final.suffix) < 10 else "" for final in finals]
+        drafts = [self.path / f".draft-{os.getpid()}-{i}{ending}" for i, ending in enumerate(endings)]
+        final = self.path
+        try:
+            for final, draft in zip(finals, drafts, strict=True):
+                files[final.name](draft)
+                to_disk(draft)
+            for final, draft in zip(finals, drafts, strict=True):
+                os.replace(draft, final)
+        except OSError as error:
+            raise RunError(f"{final} could not be written: {error.strerror or error}.") from error
+        finally:
+            for draft in (*drafts, *drafts):  # what fails once may not fail again
+                with suppress(OSError):
+                    draft.unlink(missing_ok=True)
+        return finals
+
+    def draw(self, make: Callable[[Path], list[Path]]) -> list[Path]:
+        """Let `make` write any number of files into a folder beside, then give them their place here."""
+        beside = self.path / f".pictures-{os.getpid()}"
+        try:
+            beside.mkdir()
+            made = make(beside)
+            for path in made:
+                os.replace(path, self.path / path.name)
+        except OSError as error:
+            raise RunError(f"The pictures in {self.path} could not be written: {error.strerror or error}.") from error
+        finally:
+            for _ in range(2):  # what fails once may not fail again
+                shutil.rmtree(beside, ignore_errors=True)
+        return [self.path / path.name for path in made]
 
 
 @contextmanager
@@ -118,17 +167,18 @@ def folder(path: Path | None) -> Iterator[Folder | None]:
         yield None
         return
     check_folder(path)
-    missing = [p for p in (path, *path.parents) if not p.exists()]
+    missing: list[Path] = []
     try:
+        trial = path / f".trial-{os.getpid()}"
         try:
+            missing = [p for p in (path, *path.parents) if not p.exists()]
             path.mkdir(parents=True, exist_ok=True)
-            trial = path / f".trial-{os.getpid()}"
             trial.touch()
             trial.unlink()
         except OSError as error:
-            raise InputError(
-                f"--out {path} cannot be written: {error.strerror or error}. Name another place."
-            ) from error
+            with suppress(OSError):
+                trial.unlink(missing_ok=True)
+            raise _unwritable(path, error) from error
         yield Folder(path)
     except BaseException:
         for made in missing:

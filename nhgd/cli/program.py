@@ -1,6 +1,6 @@
 """The commands together, and how each of them ends: what is printed, and the exit code.
 
-0: done. 1: the run failed. 2: wrong usage or bad input. 130: stopped by Ctrl-C.
+0: done. 1: the run failed. 2: wrong usage or bad input. 129, 130, 143: ended by SIGHUP, Ctrl-C, SIGTERM.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Annotated, Any
@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command, get_group
 
 import nhgd
+from nhgd.cli import signals
 from nhgd.cli.started import started_by_someone
 from nhgd.cli.streams import mute, printable
 from nhgd.errors import InputError, RunError, unknown
@@ -90,7 +91,7 @@ class Program(TyperGroup):
         """Run a command and exit."""
         self.given = given = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False  # the exceptions come here instead of being printed there
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), nullcontext() if started_by_someone() else signals.raised():
             warnings.showwarning = _show_warning
             try:
                 _refuse_empty(given)
@@ -179,7 +180,9 @@ def _fail(sentence: str, code: int, given: list[str]) -> int:
 
 
 def _interrupted(given: list[str], stop: KeyboardInterrupt | None = None) -> int:
-    return _fail(f"Stopped by Ctrl-C. {str(stop or '') or 'Nothing was written.'}", 130, given)
+    number = signals.number_of(stop or KeyboardInterrupt())
+    sentence = f"Stopped by {signals.name_of(number)}. {str(stop or '') or 'Nothing was written.'}"
+    return _fail(sentence, 128 + number, given)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

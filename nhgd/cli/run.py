@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -15,7 +16,8 @@ import typer
 
 from nhgd import task as tasks
 from nhgd.algorithm import AbstractAlgorithm
-from nhgd.checkpoint import exists, last_kept
+from nhgd.checkpoint import claimed, exists, last_kept
+from nhgd.cli import signals
 from nhgd.cli.launch import LAUNCHER, done, end_now, launch, started_by_someone, tie_to_launcher
 from nhgd.cli.options import (
     Changes,
@@ -44,6 +46,7 @@ from nhgd.task.paper import EXPERIMENTS, TABLE, paper
 from nhgd.task.setting import convert
 
 Pictures: TypeAlias = Callable[[Path], list[Path]]
+FILES = ("result.json", "history.jsonl", "curve.png")
 
 
 def run(
@@ -76,20 +79,29 @@ def run(
             "--resume", help="Go on from --checkpoint, or from OUT/checkpoint, if there is one; else begin anew."
         ),
     ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite", help="Let --checkpoint hold an earlier run, which is replaced when this one first writes."
+        ),
+    ] = False,
     max_restarts: Annotated[
         int, typer.Option(help="How often a distributed run that lost a process is started again, from --resume.")
     ] = 0,
     changes: Changes = None,
     as_json: Json = False,
 ) -> None:
-    """Solve a task by a method. --out writes result.json, history.jsonl, curve.png and the task's own pictures."""
+    """Solve a task by a method. --out writes result.json, history.jsonl, curve.png and the task's own pictures.
+
+    Ctrl-C, SIGTERM and SIGHUP end it after the current outer step; what was reached is written, with "partial": true.
+    """
     if steps is not None and steps < 1:
         raise InputError(f"--steps must be a whole number of at least 1, got {steps}.")
     if budget is not None:
         seconds(budget)
     if out is not None:
-        check_folder(out, "result.json", "history.jsonl", "curve.png")
-    kept = _kept(checkpoint, checkpoint_every, resume, out)
+        check_folder(out, *FILES)
+    kept = _kept(checkpoint, checkpoint_every, resume, overwrite, out)
     where = device_called(device)
     _check_restarts(max_restarts, execution, resume)
     chosen, rest = for_task(tasks.resolve(task, preset), parse(changes))
@@ -97,43 +109,58 @@ def run(
     check_early(chosen, method, rest)
     printed_settings(task, preset, method, parse(changes))
     executor = resolve_execution(execution, **how)
-    if isinstance(executor, Distributed):
-        if not started_by_someone():
+    launching = isinstance(executor, Distributed) and not started_by_someone()
+    leading = not started_by_someone() or os.environ["RANK"] == "0"
+    with ExitStack() as stack:
+        if kept and leading:
+            # Before anything that takes long. The solver, in this process or another, takes it over.
+            lock = claimed(kept["checkpoint"], overwrite, resume)
+            stack.callback(lock.release)
+            if launching:
+                stack.close()
+        if launching:
             given: Any = context.find_root().command
+            assert isinstance(executor, Distributed)
             raise typer.Exit(_launched(given.given, executor, max_restarts, kept.get("checkpoint")))
-        where = device_of_rank(where)
-        tie_to_launcher()
-        checkpoints = kept.get("checkpoint")
-        executor.last_resort = lambda lost: end_now(lost, lambda: "" if checkpoints is None else last_kept(checkpoints))
-        executor.arrive()  # before anything that takes long, so that the others know that we are coming
-    try:
-        keep_to_threads(chosen.threads, where)
-        began = time.perf_counter()
-        instance = chosen.build(checked_seed(seed), where, data)
-        preparation = time.perf_counter() - began
-        if method is None and not as_json and _cannot_be_run(task, preset):
-            print(
-                "Note: the paper prints beta = 0 here, which cannot be run; the task's own method is.", file=sys.stderr
+        place = stack.enter_context(folder(out if leading else None))
+        if isinstance(executor, Distributed):
+            where = device_of_rank(where)
+            tie_to_launcher()
+            checkpoints = kept.get("checkpoint")
+            executor.last_resort = lambda lost: end_now(
+                lost, lambda: "" if checkpoints is None else last_kept(checkpoints)
             )
-        method, algorithm, printed = named_method(task, preset, method, instance, parse(changes))
-        refuse_idle(parse(changes), instance.method_settings, algorithm)
-        settings, algorithm = for_run(chosen, algorithm, rest)
-        settings = {key: value for key, value in printed.items() if key not in parse(changes)} | settings
-        going_on = resume and exists(kept["checkpoint"])
-        if resume and not going_on:
-            print(f"There is no checkpoint in {kept['checkpoint']} yet: the run begins anew.", file=sys.stderr)
-        solver = instance.start(algorithm, seed, executor, resume=going_on, **settings, **kept)
-        if not as_json:
-            note_crowding([execution], where, solver.stage.threads)
-        if going_on:
-            print(f"Going on from {kept['checkpoint']}, outer step {solver.stage.clock.k}.", file=sys.stderr)
-    except BaseException as error:
-        executor.fail(error)  # nobody is to wait for us
-        raise
-    if steps is None and budget is None:
-        steps = instance.steps
-    try:
-        with folder(out if executor.leads else None) as place:
+            executor.arrive()  # before anything that takes long, so that the others know that we are coming
+        try:
+            keep_to_threads(chosen.threads, where)
+            began = time.perf_counter()
+            instance = chosen.build(checked_seed(seed), where, data)
+            preparation = time.perf_counter() - began
+            if method is None and not as_json and _cannot_be_run(task, preset):
+                print(
+                    "Note: the paper prints beta = 0 here, which cannot be run; the task's own method is.",
+                    file=sys.stderr,
+                )
+            method, algorithm, printed = named_method(task, preset, method, instance, parse(changes))
+            refuse_idle(parse(changes), instance.method_settings, algorithm)
+            settings, algorithm = for_run(chosen, algorithm, rest)
+            settings = {key: value for key, value in printed.items() if key not in parse(changes)} | settings
+            going_on = resume and exists(kept["checkpoint"])
+            if resume and not going_on:
+                print(f"There is no checkpoint in {kept['checkpoint']} yet: the run begins anew.", file=sys.stderr)
+            solver = instance.start(algorithm, seed, executor, resume=going_on, **settings, **kept)
+            if not as_json:
+                note_crowding([execution], where, solver.stage.threads)
+            if going_on:
+                print(f"Going on from {kept['checkpoint']}, outer step {solver.stage.clock.k}.", file=sys.stderr)
+        except BaseException as error:
+            executor.fail(error)  # nobody is to wait for us
+            raise
+        stack.callback(solver.close)
+        if steps is None and budget is None:
+            steps = instance.steps
+        asked = stack.enter_context(signals.asking(solver.stop, patient=started_by_someone()))
+        try:
             solution = solver.run(steps=steps, budget=budget)
             if not executor.leads:
                 done()
@@ -150,8 +177,9 @@ def run(
                 "seconds": solution.stats["seconds"],
                 "preparation_seconds": preparation,
                 "result": solution.result,
+                "partial": solution.result == "stopped",
                 "initial": {"outer_loss": solution.history[0]["outer_loss"]},
-                "metrics": instance.summary(solution),
+                "metrics": {name: solution.history[-1][name] for name in ("outer_loss", "inner_loss")},
                 "oracle_calls": solution.stats["oracle_calls"],
                 "stagnation": solution.stats["stagnation"],
                 "settings": {
@@ -161,16 +189,28 @@ def run(
                 },
                 "out": None if out is None else str(out),
             }
+            if answer["partial"] and place is not None:
+                _write_numbers(
+                    place, answer, solution
+                )  # at once: the metrics of some tasks take longer than one may be given
+            answer["metrics"] = instance.summary(solution)
             written = [] if place is None else _write(place, answer, solution, instance.pictures)
-    except KeyboardInterrupt:
-        # It says what lies on disk then.
-        raise KeyboardInterrupt("" if solver.checkpoint is None else solver.checkpoint.last().strip()) from None
-    finally:
-        solver.close()
+        except KeyboardInterrupt as stop:
+            # It says what lies on disk then.
+            stop.args = ("" if solver.checkpoint is None else solver.checkpoint.last().strip(),)
+            raise
     if as_json:
         print_json(answer)
     else:
         _tell(answer, written)
+    if answer["partial"] and asked.number is not None:
+        known = "" if solver.checkpoint is None else solver.checkpoint.last()
+        print(
+            f"Error: Stopped by {signals.name_of(asked.number)} after outer step {answer['steps']}.{known}"
+            f"{f' What was reached is in {out}.' if written else ''}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(128 + asked.number)
     done()
 
 
@@ -181,8 +221,9 @@ def _launched(arguments: list[str], executor: Distributed, restarts: int, checkp
     except RunError as error:
         known = "" if checkpoint is None or "checkpoint" in str(error) else last_kept(checkpoint)
         raise RunError(f"{error}{known}") from error
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("" if checkpoint is None else last_kept(checkpoint).strip()) from None
+    except KeyboardInterrupt as stop:
+        stop.args = ("" if checkpoint is None else last_kept(checkpoint).strip(),)
+        raise
 
 
 def _check_restarts(restarts: int, execution: str, resume: bool) -> None:
@@ -196,8 +237,12 @@ def _check_restarts(restarts: int, execution: str, resume: bool) -> None:
         raise InputError("--max-restarts needs --resume, so that what is started again goes on from its checkpoint.")
 
 
-def _kept(checkpoint: Path | None, every: str | None, resume: bool, out: Path | None) -> dict[str, Any]:
+def _kept(
+    checkpoint: Path | None, every: str | None, resume: bool, overwrite: bool, out: Path | None
+) -> dict[str, Any]:
     """The settings of the solver that say where and how often the run is kept; none where it is not."""
+    if resume and overwrite:
+        raise InputError("--resume goes on with a run and --overwrite begins one in its place. Leave one of them away.")
     if checkpoint is None and resume:
         if out is None:
             raise InputError("--resume needs to know where the run was kept. Add --checkpoint DIR, or --out DIR.")
@@ -207,8 +252,14 @@ def _kept(checkpoint: Path | None, every: str | None, resume: bool, out: Path | 
     if checkpoint is None:
         if every is not None:
             raise InputError("--checkpoint-every needs a place to write to. Add --checkpoint DIR.")
+        if overwrite:
+            raise InputError("--overwrite is about an earlier run in --checkpoint DIR. Add that, or leave it away.")
         return {}
-    return {"checkpoint": checkpoint} | ({} if every is None else {"checkpoint_every": every})
+    return (
+        {"checkpoint": checkpoint}
+        | ({} if every is None else {"checkpoint_every": every})
+        | ({"overwrite": True} if overwrite else {})
+    )
 
 
 def named_method(
@@ -251,13 +302,17 @@ def refuse_idle(changes: dict[str, str], suited: dict[str, Any], algorithm: Any)
 
 def _write(place: Folder, answer: dict[str, Any], solution: Solution, pictures: Pictures | None) -> list[str]:
     """The names of the files."""
-    lines = [json.dumps(jsonable(row), allow_nan=False) + "\n" for row in solution.history]
-    place.write_text("history.jsonl", "".join(lines))
+    _write_numbers(place, answer, solution)
+    # The pictures come last: none of them is worth losing the numbers.
     place.write("curve.png", solution.plot)
-    # The result comes after what it rests on: where it is, those are. No picture is worth losing it.
-    place.write_text("result.json", json.dumps(jsonable(answer), indent=2, allow_nan=False) + "\n")
-    drawn = [] if pictures is None else pictures(place.path)
-    return ["result.json", "history.jsonl", "curve.png", *(path.name for path in drawn)]
+    drawn = [] if pictures is None else place.draw(pictures)
+    return [*FILES, *(path.name for path in drawn)]
+
+
+def _write_numbers(place: Folder, answer: dict[str, Any], solution: Solution) -> None:
+    lines = [json.dumps(jsonable(row), allow_nan=False) + "\n" for row in solution.history]
+    result = json.dumps(jsonable(answer), indent=2, allow_nan=False) + "\n"
+    place.write_texts({"history.jsonl": "".join(lines), "result.json": result})
 
 
 def _tell(answer: dict[str, Any], written: list[str]) -> None:

@@ -31,6 +31,7 @@ _NOT_SETTINGS = {
     "metrics",
     "checkpoint",
     "checkpoint_every",
+    "overwrite",
 }
 
 
