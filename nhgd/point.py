@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -90,14 +91,39 @@ class Point:
         self.outer_batch = outer_batch
         self.seed = seed
         self.calls = OracleCalls() if calls is None else calls
-        sizes = [b.total if isinstance(b, Shard) else common_length(b) or 1 for b in self.inner_batches]
-        self._shares = [n / sum(sizes) for n in sizes]
-        self._sizes = sizes
+        # What a batch does not show is known when its losses are.
+        self._sizes = [b.total if isinstance(b, Shard) else common_length(b) for b in self.inner_batches]
         self._kept: tuple[Tensor, ...] | None = None
         self._value: Tensor | None = None  # of the batch whose graph was made last
         shards = [b for b in self.inner_batches if isinstance(b, Shard)]
         self._inner_team = shards[0].team if shards else None
         self._outer_team = outer_batch.team if isinstance(outer_batch, Shard) else None
+
+    @cached_property
+    def _shares(self) -> list[float]:
+        """The part of each inner batch in the whole, by samples."""
+        if len(self.inner_batches) == 1:
+            return [1.0]
+        if None in self._sizes:
+            found = self.problem.sizes([b.batch if isinstance(b, Shard) else b for b in self.inner_batches])
+            self._sizes = [m if n is None else n for m, n in zip(found, self._sizes, strict=True)]
+        sizes = [n or 1 for n in self._sizes]
+        return [n / sum(sizes) for n in sizes]
+
+    def _losses(self, index: int) -> Losses:
+        """The losses of one batch, or of this worker's part of it."""
+        batch = self.inner_batches[index]
+        own = batch.batch if isinstance(batch, Shard) else batch
+        losses = self.problem.losses(own)
+        self.problem.heed(losses)
+        if not isinstance(batch, Shard):
+            self._sizes[index] = losses.samples(own)
+        return losses
+
+    def _count(self, index: int) -> None:
+        """One inner gradient on a batch whose losses are known."""
+        self.calls.inner_gradients += 1
+        self.calls.samples += self._sizes[index] or 1
 
     @property
     def numel(self) -> int:
@@ -123,11 +149,11 @@ class Point:
     def _objective(self, index: int) -> Tensor:
         """The inner objective on one batch, ridge included, or this worker's term of it."""
         problem, batch, team = self.problem, self.inner_batches[index], self._inner_team
+        mean = self._losses(index).mean()
         if team is None:
-            return problem.objective(batch)
+            return mean + problem.ridge()
         share = batch.share if isinstance(batch, Shard) else 1 / team.size
-        own = batch.batch if isinstance(batch, Shard) else batch
-        return share * problem.losses(own).mean() + problem.ridge() / team.size
+        return share * mean + problem.ridge() / team.size
 
     def _summed(self, tensors: Sequence[Tensor], in_v: Sequence[Tensor] = ()) -> list[Tensor]:
         """What depends on the inner batches, summed over the workers. Few entries of v may be touched by a batch."""
@@ -193,8 +219,7 @@ class Point:
             with self._pass(index), torch.enable_grad():
                 objective = self._objective(index)
                 found = torch.autograd.grad(objective, wrt, allow_unused=True)
-            self.calls.inner_gradients += 1
-            self.calls.samples += self._sizes[index]
+            self._count(index)
             value.add_(objective.detach(), alpha=share)
             for t, f in zip(total, found, strict=False):
                 if f is not None:
@@ -212,8 +237,7 @@ class Point:
             objective = self._objective(index)
             gradient = torch.autograd.grad(objective, problem.theta.leaves, create_graph=True, materialize_grads=True)
         self._value = objective.detach()
-        self.calls.inner_gradients += 1
-        self.calls.samples += self._sizes[index]
+        self._count(index)
         if len(self.inner_batches) == 1:
             self._kept = gradient
         return gradient
@@ -384,11 +408,11 @@ class Point:
         total = torch.zeros(self.numel, dtype=self.problem.theta.dtype, device=self.problem.theta.device)
         for index, (batch, share) in enumerate(zip(self.inner_batches, self._shares, strict=True)):
             if isinstance(batch, Shard):
-                batch, share = batch.batch, share * batch.share
+                share = share * batch.share
             elif self._inner_team is not None:
                 share = share / self._inner_team.size
             with self._pass(index), torch.enable_grad():
-                losses = self.problem.losses(batch)
+                losses = self._losses(index)
                 if not losses.per_sample:
                     raise InputError(
                         "The Fisher matrix needs per-sample losses, but inner() returned a scalar."

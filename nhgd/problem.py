@@ -65,6 +65,10 @@ class Losses:
         """Whether there is one loss for each sample."""
         return self.values.ndim == 1
 
+    def samples(self, batch: Batch) -> int:
+        """How many samples there are: as many as losses; of a scalar loss, as many as the batch shows, or 1."""
+        return self.values.numel() if self.per_sample else common_length(batch) or 1
+
     def outputs_for(self, reader: str) -> Tensor:
         """The model's outputs, or a sentence that says why `reader` cannot do without."""
         if self.outputs is None:
@@ -143,6 +147,7 @@ class Bilevel:
             raise unknown("likelihood", likelihood, LIKELIHOODS)
         self.l2 = l2
         self.likelihood = likelihood
+        self._lowest: Tensor | None = None  # weight of those heeded
         shared = {t.untyped_storage().data_ptr() for t in self.theta.leaves if t.numel()}
         for name, leaf in zip(self.v.names, self.v.leaves, strict=True):
             if leaf.numel() and leaf.untyped_storage().data_ptr() in shared:
@@ -235,6 +240,43 @@ class Bilevel:
     ) -> Tensor:
         """The inner objective on a batch, ridge included."""
         return self.losses(batch, theta, v).mean() + self.ridge(theta, v)
+
+    def sizes(self, batches: Sequence[Batch]) -> list[int]:
+        """How many samples each of several batches has, by which they count. Where a batch does not show it, its losses do."""
+        found = [common_length(batch) for batch in batches]
+        if None in found:
+            with self.guarded(seed=0), torch.no_grad():
+                counted = [self.losses(b) if n is None else None for b, n in zip(batches, found, strict=True)]
+            found = [
+                n if losses is None or not losses.per_sample else losses.values.numel()
+                for n, losses in zip(found, counted, strict=True)
+            ]
+        if None in found and len({tuple(lengths(batch).items()) for batch in batches}) > 1:
+            raise InputError(
+                "It is unclear how many samples each of several inner batches has, so they cannot count by their sizes: inner()"
+                " returned a scalar, and the tensors of a batch do not agree on their first dimension. Return losses of shape"
+                " (B,)."
+            )
+        return [n or 1 for n in found]
+
+    def heed(self, losses: Losses) -> None:
+        """Remember the lowest weight; no number is asked of a device before `lowest_weight` is."""
+        if losses.weights is not None and losses.weights.numel():
+            low = losses.weights.detach().amin()
+            self._lowest = low if self._lowest is None else torch.minimum(self._lowest, low)
+
+    def lowest_weight(self) -> Tensor | None:
+        """The lowest weight since this was asked last, 0-dimensional, on the device it was made on."""
+        low, self._lowest = self._lowest, None
+        return low
+
+    def check_weight(self, low: float | Tensor | None) -> None:
+        """Refuse a lowest weight below 0."""
+        if low is not None and float(low) < 0:
+            raise InputError(
+                f"A weight of an inner batch is {float(low):.3g}. Weights must be at least 0: clamp them, pass them through a"
+                " sigmoid, or use project_v=(0, 1)."
+            )
 
     @contextmanager
     def guarded(self, seed: int | None = None, live: bool = False) -> Iterator[None]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
 from nhgd.algorithm.soba import adjoint_rate, check_rate
 from nhgd.algorithm.stage import Stage
-from nhgd.data.batch import Batch, common_length, move
+from nhgd.data.batch import Batch, move, sizes
 from nhgd.data.loader import Data, Stream
 from nhgd.errors import InputError
 from nhgd.point import Point
@@ -114,7 +114,9 @@ class SABA(AbstractAlgorithm):
         d, x = theta.numel, state.adjoint
         inner, outer = state.inner, state.outer
         if inner is None or outer is None:
-            inner = _filled(stage.inner, lambda batch: _inner_row(stage.point([batch], None), x)[1])
+            inner = _filled(
+                stage.inner, lambda batch: _inner_row(stage.point([batch], None), x)[1], stage.problem.sizes
+            )
             outer = _filled(
                 stage.outer, lambda batch: _outer_row(stage.point([None], batch))[1]
             )  # no inner batch is read
@@ -145,18 +147,21 @@ def _outer_row(at: Point) -> tuple[Tensor, Tensor]:
     return found.value, torch.cat([found.theta, at.problem.v.flatten(found.v)])
 
 
-def _filled(stream: Stream, row: Callable[[Batch], Tensor]) -> Table:
-    """Cut the data into batches, for good, and ask each of them once."""
+def _filled(
+    stream: Stream, row: Callable[[Batch], Tensor], count: Callable[[list[Batch]], list[int]] | None = None
+) -> Table:
+    """Cut the data into batches, for good, and ask each of them once. `count` says how many samples batches have."""
     source = stream.source
     if isinstance(source, Data):
         order = torch.randperm(source.samples) if source.shuffle else torch.arange(source.samples)
-        sizes = [min(source.batch, source.samples - start) for start in range(0, source.samples, source.batch)]
+        counts = [min(source.batch, source.samples - start) for start in range(0, source.samples, source.batch)]
     else:
         assert isinstance(source, (list, tuple))
         order = torch.arange(0)
-        sizes = [common_length(batch) or 1 for batch in source]
-    shares = [size / sum(sizes) for size in sizes]
-    rows = torch.stack([row(_batch(stream, order, index)) for index in range(len(sizes))])
+        batches = [move(batch, stream.device) for batch in source]
+        counts = sizes(batches, stream.name) if count is None else count(batches)
+    shares = [n / sum(counts) for n in counts]
+    rows = torch.stack([row(_batch(stream, order, index)) for index in range(len(counts))])
     return Table(order, shares, rows, rows.new_tensor(shares) @ rows)
 
 

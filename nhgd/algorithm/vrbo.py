@@ -14,7 +14,7 @@ from nhgd.algorithm.aid import check_batches
 from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
 from nhgd.algorithm.series import check_series, draw, estimate
 from nhgd.algorithm.stage import Stage
-from nhgd.data.batch import Batch, common_length, move
+from nhgd.data.batch import Batch, move, sizes
 from nhgd.errors import InverseWarning, NonFiniteError, counted
 from nhgd.inverse.spectrum import largest_eigenvalue
 
@@ -149,9 +149,9 @@ class VRBO(AbstractAlgorithm):
             batches = [move(batch, stage.problem.theta.device) for batch in stage.outer.source]
         else:
             batches = [stage.outer.next() for _ in range(int(self.large))]
-        sizes = [common_length(batch) or 1 for batch in batches]
+        counts = sizes(batches, stage.outer.name)
         found = [stage.point([None], batch).outer() for batch in batches]
-        shares = [size / sum(sizes) for size in sizes]
+        shares = [count / sum(counts) for count in counts]
         in_theta = torch.stack([share * f.theta for share, f in zip(shares, found, strict=True)]).sum(0)
         in_v = torch.stack([share * v.flatten(f.v) for share, f in zip(shares, found, strict=True)]).sum(0)
         return in_theta, in_v

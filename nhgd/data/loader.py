@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -253,7 +253,7 @@ def reiterable(source: Iterable[Batch], name: str) -> Iterable[Batch]:
         raise InputError(f"{name} is a bare tensor, so it is unclear what a batch is. {remedy}")
     if isinstance(source, tuple) and source and all(isinstance(item, Tensor) for item in source):
         raise InputError(f"{name} is a tuple of tensors, which reads as one batch rather than as many. {remedy}")
-    if isinstance(source, (dict, str)) or not hasattr(source, "__iter__"):
+    if isinstance(source, (Mapping, str)) or not hasattr(source, "__iter__"):
         raise InputError(f"{name} is a {type(source).__name__}, which yields no batches. {remedy}")
     if hasattr(source, "__next__"):
         raise InputError(f"{name} is a one-shot iterator: it would be empty after the first pass. {remedy}")

@@ -9,7 +9,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.data.batch import Batch, common_length
+from nhgd.data.batch import Batch
 from nhgd.errors import InputError, counted, positive
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
 from nhgd.inverse.base import AbstractInverse, SolveStats
@@ -62,7 +62,9 @@ def through(
     losses = []
     with problem.guarded(live=True), torch.enable_grad():
         for batch, rate in zip(batches, rates, strict=True):
-            objective = problem.objective(batch, theta)
+            inner = problem.losses(batch, theta)
+            problem.heed(inner)
+            objective = inner.mean() + problem.ridge(theta)
             gradient = torch.autograd.grad(objective, theta, create_graph=True, materialize_grads=True)
             theta = [p - rate * g for p, g in zip(theta, gradient, strict=True)]
             if radius is not None:
@@ -70,7 +72,7 @@ def through(
                 shrink = (radius / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)
                 theta = [p * shrink.to(p.dtype) for p in theta]
             losses.append(objective.detach())
-            calls.samples += common_length(batch) or 1
+            calls.samples += inner.samples(batch)
         with problem.guarded(seed):
             value = problem.outer_value(outer_batch, theta)
             found = torch.autograd.grad(value, problem.v.leaves, materialize_grads=True)
@@ -138,10 +140,13 @@ class Unrolled(AbstractHypergradient):
         theta = [leaf.detach().requires_grad_() for leaf in problem.theta.leaves]
         with problem.guarded(seed + 1), torch.enable_grad():
             for batch in first:
-                gradient = torch.autograd.grad(problem.objective(batch, theta), theta, materialize_grads=True)
+                inner = problem.losses(batch, theta)
+                problem.heed(inner)
+                objective = inner.mean() + problem.ridge(theta)
+                gradient = torch.autograd.grad(objective, theta, materialize_grads=True)
                 theta = [(p - lr * g).detach().requires_grad_() for p, g in zip(theta, gradient, strict=True)]
                 calls.inner_gradients += 1
-                calls.samples += common_length(batch) or 1
+                calls.samples += inner.samples(batch)
             found = through(problem, theta, last, [lr] * kept, outer_batch, seed, calls)
         stats = SolveStats(residual=None, hvps=kept - 1, converged=True, notes={"lr": lr, "differentiated": kept})
         return Hypergradient(problem.v.like(found.v), float(found.value), stats, found.v)
