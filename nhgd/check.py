@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nhgd.autocast import set_aside
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import one_batch, reiterable
 from nhgd.diagnosis import advice, diagnosed, flat
@@ -131,6 +132,22 @@ def check(
     True
     """
     check_seed(seed)
+    with set_aside():
+        found = _compared(problem, inner_batch, outer_batch, inverses, inner_data, learn_from, dense_below, seed)
+    problem.check_weight(problem.lowest_weight())
+    return found
+
+
+def _compared(
+    problem: Bilevel,
+    inner_batch: Batch,
+    outer_batch: Batch,
+    inverses: Sequence[str | AbstractInverse] | None,
+    inner_data: Iterable[Batch] | None,
+    learn_from: Iterable[Batch] | None,
+    dense_below: int,
+    seed: int,
+) -> Report:
     device = problem.theta.device
     if inner_data is None:
         batches = [one_batch(inner_batch, "inner_batch")]

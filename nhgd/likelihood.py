@@ -70,13 +70,13 @@ class Categorical(AbstractLikelihood):
                 f"The categorical likelihood needs outputs of shape (B, C), but Losses.outputs has shape"
                 f" {tuple(outputs.shape)}."
             )
-        p = outputs.detach().softmax(1)
+        p = _precise(outputs).softmax(1)
         eye = torch.eye(p.shape[1], dtype=p.dtype, device=p.device)
         return p.T.sqrt()[:, :, None] * (eye[:, None, :] - p[None])
 
     def sample(self, outputs: Tensor, losses: Tensor) -> Tensor:
         """The score of a label drawn from the model: e_y - p."""
-        p = outputs.detach().softmax(1)
+        p = _precise(outputs).softmax(1)
         y = torch.multinomial(p, 1)
         return (torch.zeros_like(p).scatter_(1, y, 1.0) - p)[None]
 
@@ -98,7 +98,7 @@ class Bernoulli(AbstractLikelihood):
 
     def roots(self, outputs: Tensor, losses: Tensor) -> Tensor:
         """One root for each logit."""
-        p = outputs.detach().sigmoid()
+        p = _precise(outputs).sigmoid()
         return _columns((p * (1 - p)).sqrt())
 
 
@@ -124,10 +124,10 @@ class Gaussian(AbstractLikelihood):
         """One root for each output."""
         with torch.enable_grad():
             slope = torch.autograd.grad(losses.sum(), outputs, create_graph=True, materialize_grads=True)[0]
-            curvature = torch.zeros_like(outputs)
+            curvature = torch.zeros_like(_precise(outputs))
             if slope.requires_grad:
                 found = torch.autograd.grad(slope.sum(), outputs, retain_graph=True, materialize_grads=True)
-                curvature = found[0]
+                curvature = _precise(found[0])
         if bool((curvature < 0).any()) or not bool((curvature > 0).any()):
             raise InputError(
                 "The gaussian likelihood needs losses that are a squared error of Losses.outputs, but they do not curve"
@@ -140,20 +140,27 @@ def _same_curvature(likelihood: AbstractLikelihood, outputs: Tensor, losses: Ten
     """Compare the Hessian of the losses in the outputs with Lambda, along one random direction for each sample."""
     roots = likelihood.roots(outputs, losses)  # (K, B, ...)
     probe = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
+    rounding = max(1e-3, 4 * torch.finfo(outputs.dtype).eps)
     with torch.enable_grad():
         slope = torch.autograd.grad(losses.sum(), outputs, create_graph=True, materialize_grads=True)[0]
         found = torch.zeros_like(probe)
         if slope.requires_grad:
             found = torch.autograd.grad(slope, outputs, probe, retain_graph=True, materialize_grads=True)[0]
+    found, probe = _precise(found), _precise(probe)
     along = (roots * probe).reshape(*roots.shape[:2], -1).sum(2)  # (K, B)
     expected = (roots * along.reshape(*along.shape, *[1] * (roots.ndim - 2))).sum(0)
-    if not torch.allclose(found, expected, rtol=0.05, atol=1e-3 * float(expected.abs().max()) + 1e-4):
+    if not torch.allclose(found, expected, rtol=0.05, atol=rounding * float(expected.abs().max()) + 1e-4):
         ratio = float(found.norm() / expected.norm().clamp_min(torch.finfo(expected.dtype).tiny))
         raise InputError(
             f"likelihood='{likelihood.name}' does not describe these losses: their curvature in Losses.outputs is about"
             f" {ratio:.3g} times what it says. Sum over the outputs of a sample instead of averaging, put class weights and"
             " masks into Losses.weights, and return the very outputs that the losses were computed from."
         )
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    """In float32 at least: under autocast outputs have half precision, and what is made of them need not."""
+    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _columns(root: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from nhgd.autocast import set_aside
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
 from nhgd.problem import Bilevel, Losses
@@ -139,11 +140,11 @@ class Point:
     def _drawing(self, batch: Batch | Shard, seed: int, live: bool = False) -> Iterator[None]:
         """The setting of one pass. A worker draws dropout for its own samples, and the common generators stand still."""
         if not isinstance(batch, Shard):
-            with self.problem.guarded(seed, live):
+            with set_aside(), self.problem.guarded(seed, live):
                 yield
             return
         own = Randomness(batch.team.seed(seed), self.problem.theta.device)
-        with own.scope(), self.problem.guarded(live=live):
+        with set_aside(), own.scope(), self.problem.guarded(live=live):
             yield
 
     def _objective(self, index: int) -> Tensor:

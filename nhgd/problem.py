@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from nhgd.autocast import as_given
 from nhgd.data.batch import Batch, common_length, first_bad, lengths
 from nhgd.errors import InputError, unknown
 from nhgd.likelihood import LIKELIHOODS
@@ -157,7 +158,8 @@ class Bilevel:
         """Evaluate the inner function at the given leaves (default: the current ones) and check what it returns."""
         with self.theta.view(theta) as theta_given, self.v.view(v) as v_given:
             try:
-                result = self.inner(theta_given, v_given, batch)
+                with as_given():
+                    result = self.inner(theta_given, v_given, batch)
             except (RuntimeError, ValueError, IndexError) as error:
                 found = lengths(batch)
                 if len(set(found.values())) > 1:
@@ -172,7 +174,7 @@ class Bilevel:
         found = lengths(batch)
         if len(found) == 2 and len(set(found.values())) > 1:
             raise InputError(_uneven(found))
-        with self.theta.view(theta) as theta_given, self.v.view(v) as v_given:
+        with self.theta.view(theta) as theta_given, self.v.view(v) as v_given, as_given():
             value = self.outer(theta_given, v_given, batch)
         if not isinstance(value, Tensor):
             raise InputError(f"outer() returned a {type(value).__name__}. Return a scalar Tensor.")
@@ -186,7 +188,7 @@ class Bilevel:
         """One coefficient for each leaf of theta, a number or a tensor that broadcasts to it."""
         if not callable(self.l2):
             return [float(self.l2)] * len(self.theta.leaves)
-        with self.v.view(v) as v_given:
+        with self.v.view(v) as v_given, as_given():
             found = self.l2(v_given)
         if isinstance(found, dict):
             missing = [name for name in self.theta.names if name not in found]
@@ -479,6 +481,9 @@ def _losses(result: InnerResult, batch: Batch) -> Losses:
             )
         if samples is None and len(found) > 1 and values.shape[0] in found.values():
             raise InputError(_uneven(found))
+    if values.dtype.itemsize < 4:  # a mean over many samples would lose what half precision has
+        values = values.float()
+        result = replace(result, values=values)
     if weights is not None:
         if not isinstance(weights, Tensor) or weights.shape != values.shape:
             shape = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__

@@ -75,18 +75,28 @@ class LayerRecord:
         return self.module.groups if isinstance(self.module, nn.Conv2d) else 1
 
     @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of inputs and scores: at least float32. Under autocast a layer's output has fewer digits than its input."""
+        found = torch.float32
+        for tensor in (*self.raw_inputs, *(score for call in self.raw_scores for score in call)):
+            found = torch.promote_types(found, tensor.dtype)
+        return found
+
+    @cached_property
     def inputs(self) -> Tensor:
         """(B, T, G, in) or, with a bias, (B, T, G, in + 1) whose last column is 1."""
-        parts = [self._places(x, is_input=True) for x in self.raw_inputs]
+        parts = [self._places(x.to(self.dtype), is_input=True) for x in self.raw_inputs]
         found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return found if self.bias is None else F.pad(found, (0, 1), value=1.0)
 
     @cached_property
     def scores(self) -> Tensor:
         """(K, B, T, G, out): sqrt(w_i) times the derivative of l_i, or of r_ik . z_i, in the layer's output."""
-        parts = [torch.stack([self._places(g, is_input=False) for g in call]) for call in self.raw_scores]
+        parts = [
+            torch.stack([self._places(g.to(self.dtype), is_input=False) for g in call]) for call in self.raw_scores
+        ]
         found = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        return found * self.scale[:, None, None, None]
+        return found * self.scale.to(self.dtype)[:, None, None, None]
 
     def _places(self, tensor: Tensor, is_input: bool) -> Tensor:
         module = self.module

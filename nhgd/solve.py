@@ -20,6 +20,7 @@ from nhgd import threads
 from nhgd.algorithm import AbstractAlgorithm, Settings, Stage, StepInfo
 from nhgd.algorithm import resolve as resolve_algorithm
 from nhgd.algorithm.stage import OptimizerFactory, Projection
+from nhgd.autocast import set_aside
 from nhgd.checkpoint import Keeper, Saved, last_kept, schema
 from nhgd.data.batch import Batch, common_length, first_bad
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError, check_seed
@@ -210,7 +211,7 @@ class Solver:
         self._broken_off: Run | None = None
         self._keeper = None if checkpoint is None else Keeper(checkpoint, *every, overwrite)
         self._randomness = Randomness(seed, problem.theta.device)
-        with self._in_company(), self._randomness.scope():
+        with self._in_company(), self._randomness.scope(), set_aside():
             try:
                 if self._keeper is not None:
                     self.executor.join(problem.theta)
@@ -369,7 +370,7 @@ class Solver:
         started = time.perf_counter()
         with self._randomness.scope(), self.stage.computing():
             try:
-                with self.executor.scope(), self._fitting():
+                with self.executor.scope(), set_aside(), self._fitting():
                     self.stage.begin()
                     self._state, info = self.algorithm.step(self.stage, self._state)
                 _finite(info)

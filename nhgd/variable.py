@@ -138,8 +138,10 @@ class Variable:
     def view(self, tensors: Sequence[Tensor] | None = None) -> Iterator[Given]:
         """Yield what the user's functions expect, holding `tensors` in place of the leaves (default: the leaves).
 
-        A compiled module that is to hold other tensors is yielded uncompiled.
+        A compiled module that is to hold other tensors is yielded uncompiled. Casts that autocast has kept are dropped:
+        the leaves may have moved since, or tensors of another pass may have stood in their place.
         """
+        torch.clear_autocast_cache()
         if self.root is None:
             tensors = self.leaves if tensors is None else tensors
             yield (

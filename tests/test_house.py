@@ -25,7 +25,7 @@ from tests import catalogue
 ORDER = """
     errors
     validation path
-    registry schedule memory progress interruption randomness stagnation theory
+    registry schedule memory progress interruption randomness stagnation theory autocast
     data likelihood
     team
     reducer

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from nhgd import threads
+from nhgd.autocast import set_aside
 from nhgd.data.batch import Batch, common_length, move
 from nhgd.data.loader import one_batch, reiterable
 from nhgd.errors import InputError, NonFiniteError, check_seed
@@ -77,12 +78,14 @@ def hypergradient(
         raise InputError("inner_data yields no batch. Give it at least one, for example [(x, y)].")
     batches = [move(batch, device) for batch in batches]
     outer_batch = move(one_batch(outer_batch, "outer_batch"), device)
-    with threads.measuring(device) as measured:
-        problem.validate(batches[0], outer_batch)
     found = resolve_inverse("cg" if inverse is None else inverse)
     work = largest(found if chosen.inverts else None, problem.theta, common_length(batches[0]) or 1)
-    with threads.limited(threads.suited(max(measured.flops, work), device)):
-        made = chosen.estimate(problem, batches, outer_batch, found, seed)
+    with set_aside():
+        with threads.measuring(device) as measured:
+            problem.validate(batches[0], outer_batch)
+        with threads.limited(threads.suited(max(measured.flops, work), device)):
+            made = chosen.estimate(problem, batches, outer_batch, found, seed)
+    problem.check_weight(problem.lowest_weight())
     if not all(bool(torch.isfinite(leaf).all()) for leaf in made.leaves):
         by = found.name if chosen.inverts else chosen.name
         raise NonFiniteError(

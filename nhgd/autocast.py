@@ -1,0 +1,60 @@
+"""Automatic mixed precision that the caller has switched on around the library.
+
+    with torch.autocast("cuda"):
+        solver.run(steps=100)
+
+The user's functions run under it, as they would in a loop of his own. Everything else does not: backward passes, statistics and
+solves are in the precision of their numbers. torch keeps the casts of parameters until the outermost context ends, whatever
+happens to the parameters meanwhile, so they are dropped whenever theta and v are looked at anew (`Variable.view`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+_KINDS = ("cpu", "cuda")  # of devices
+
+
+class _Outside(threading.local):
+    """What autocast was set to when it was set aside; it is each thread's own, as autocast is."""
+
+    enabled: tuple[tuple[str, torch.dtype], ...] = ()
+    caching: bool = True
+
+
+_outside = _Outside()
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Inside, autocast is off, but for what runs in `as_given`. Free where it is off already."""
+    enabled = tuple((kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind))
+    if not enabled:
+        yield
+        return
+    before = _outside.enabled, _outside.caching
+    _outside.enabled, _outside.caching = enabled, torch.is_autocast_cache_enabled()
+    try:
+        with ExitStack() as stack:
+            for kind, _ in enabled:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
+    finally:
+        _outside.enabled, _outside.caching = before
+        torch.clear_autocast_cache()  # the caller may call his model next
+
+
+@contextmanager
+def as_given() -> Iterator[None]:
+    """Inside, autocast is as the caller has set it: for functions of his own."""
+    if not _outside.enabled:
+        yield
+        return
+    with ExitStack() as stack:
+        for kind, dtype in _outside.enabled:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=_outside.caching))
+        yield
