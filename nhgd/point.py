@@ -60,6 +60,19 @@ class InnerGradients:
     v: list[Tensor]
 
 
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Where a gradient is differentiated: a sentence in place of torch's, where it has no second derivative of something."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise InputError(
+            f"torch cannot differentiate the inner loss twice ({str(error).splitlines()[0].rstrip('.')}). Replace that"
+            " operation (nn.EmbeddingBag by nn.Embedding and a mean, for example), or use a method of first derivatives alone:"
+            " f2sa or bome."
+        ) from error
+
+
 class Point:
     """The current theta and v of a problem, with inner batches and an outer batch.
 
@@ -236,7 +249,10 @@ class Point:
         problem = self.problem
         with torch.enable_grad():
             objective = self._objective(index)
-            gradient = torch.autograd.grad(objective, problem.theta.leaves, create_graph=True, materialize_grads=True)
+            with twice_differentiable():
+                gradient = torch.autograd.grad(
+                    objective, problem.theta.leaves, create_graph=True, materialize_grads=True
+                )
         self._value = objective.detach()
         self._count(index)
         if len(self.inner_batches) == 1:
@@ -262,14 +278,15 @@ class Point:
             pairs = [(g, p) for g, p in zip(gradient, parts, strict=True) if g.requires_grad]
             if not pairs:
                 return [None] * len(wrt)
-            return torch.autograd.grad(
-                [g for g, _ in pairs],
-                wrt,
-                [p for _, p in pairs],
-                retain_graph=self._kept is not None,
-                allow_unused=True,
-                is_grads_batched=several,
-            )
+            with twice_differentiable():
+                return torch.autograd.grad(
+                    [g for g, _ in pairs],
+                    wrt,
+                    [p for _, p in pairs],
+                    retain_graph=self._kept is not None,
+                    allow_unused=True,
+                    is_grads_batched=several,
+                )
 
     def hvp(self, vector: Tensor) -> Tensor:
         """The inner Hessian, ridge included, times a vector (D,)."""

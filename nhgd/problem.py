@@ -339,7 +339,7 @@ class Bilevel:
         with self.guarded(seed=0), torch.enable_grad():
             losses = self._on("inner", inner_batch, self.losses)
             self.check_finite(losses)
-            self._check_ridge()
+            self.check_ridge()
             data = losses.mean()
             # Without the ridge, which depends on theta whatever inner() does.
             in_theta = _gradients(data, self.theta.leaves)
@@ -348,6 +348,13 @@ class Bilevel:
             if not bool(torch.isfinite(value)):
                 raise InputError(f"The outer loss is {value.item()} at the starting point.")
             outer = _gradients(value, (*self.theta.leaves, *self.v.leaves))
+        names = [*self.theta.names, *self.v.names]
+        for name, g in zip(names * 2, (*in_theta, *in_v, *outer), strict=True):
+            if g is not None and g.layout != torch.strided:
+                raise InputError(
+                    f"The gradient of {name!r} is sparse, which no method here can work with. Make its nn.Embedding or"
+                    " nn.EmbeddingBag with sparse=False."
+                )
         if all(g is None for g in in_theta):
             raise InputError(
                 "The inner loss does not depend on theta. Use the theta that inner() is given, without .detach() or .data."
@@ -402,12 +409,18 @@ class Bilevel:
                 stacklevel=4,
             )
 
-    def _check_ridge(self) -> None:
-        for name, coefficient in zip(self.theta.names, self.ridge_coefficients(), strict=True):
-            low = float(torch.as_tensor(coefficient).detach().min())
+    @torch.no_grad()
+    def check_ridge(self) -> None:
+        """Refuse an l2(v) below 0, naming the parameter; a number was looked at when it was given."""
+        if not callable(self.l2):
+            return
+        device = self.theta.device
+        lows = [torch.as_tensor(c).detach().min().to(device, torch.float64) for c in self.ridge_coefficients()]
+        for name, low in zip(self.theta.names, torch.stack(lows).tolist(), strict=True):
             if not 0 <= low < float("inf"):
                 raise InputError(
-                    f"l2(v) is {low:.3g} for {name!r}; a ridge must be at least 0. Pass it through exp() or softplus()."
+                    f"l2(v) is {low:.3g} for {name!r}; a ridge must be at least 0. Pass it through exp() or softplus(), or"
+                    " keep v above 0 with project_v=(0, 1)."
                 )
 
     def check_finite(self, losses: Losses) -> None:

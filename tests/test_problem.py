@@ -441,3 +441,107 @@ def test_theta_that_only_the_outer_loss_uses_is_said_unless_a_ridge_holds_it() -
     with pytest.warns(UnusedWarning, match="theta's 'head' enters the outer loss but not the inner one"):
         two_level(inner, outer, entries("a"), theta).validate((X, Y), (X, Y))
     two_level(inner, outer, entries("a"), theta, l2=0.1).validate((X, Y), (X, Y))
+
+
+# What every method must notice.
+
+EVERY = ["nhgd", "nhgd-window", "aid-cg", "aid-identity", "aid-exact", "soba", "f2sa", "bome", "itd", "saba", "ttsa"]
+
+
+def regression(l2: Any, v: Tensor, weighted: bool) -> tuple[nhgd.Bilevel, list[Any], list[Any]]:
+    """Least squares whose ridge, or whose weights, are v itself."""
+    x, y = normal(12, 3), normal(12)
+
+    def inner(net: Any, v: Tensor, batch: Any) -> Any:
+        losses = 0.5 * (net(batch[0])[:, 0] - batch[1]) ** 2
+        return (losses, v[batch[2]]) if weighted else losses
+
+    def outer(net: Any, v: Tensor, batch: Any) -> Tensor:
+        return (net(batch[0])[:, 0] - batch[1]).square().mean()
+
+    problem = nhgd.Bilevel(inner, outer, nn.Linear(3, 1).double(), v, l2)
+    inner_data = [(x[c], y[c], torch.arange(12)[c]) for c in (slice(0, 6), slice(6, 12))]
+    return problem, inner_data, [(x, 10 + y)]
+
+
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")
+@pytest.mark.parametrize("method", EVERY)
+def test_a_ridge_that_becomes_negative_is_noticed(method: str) -> None:
+    problem, inner_data, outer_data = regression(lambda v: v - 1, torch.tensor(1.01, dtype=torch.float64), False)
+    solver = nhgd.Solver(
+        problem, inner_data, outer_data, method=method, inner_lr=0.01, project_v=lambda v: torch.full_like(v, 0.9)
+    )
+    problem.v.given.fill_(1.01)  # the first step carries it below 1
+    with pytest.raises(nhgd.InputError, match=r"l2\(v\) is -0\.\d+ for 'weight'; a ridge must be at least 0.*exp\(\)"):
+        solver.run(steps=2)
+
+
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")
+@pytest.mark.parametrize("method", EVERY)
+def test_negative_weights_after_the_first_batch_are_noticed(method: str) -> None:
+    v = torch.ones(12, dtype=torch.float64)
+    v[8] = -0.2
+    problem, inner_data, outer_data = regression(0.05, v, True)
+    before = problem.v.flat()
+    solver = nhgd.Solver(problem, inner_data, outer_data, method=method, inner_lr=0.01, inner_steps=2, outer_lr=1e-6)
+    with pytest.raises(nhgd.NhgdError, match=r"(?i)weight.* is -0\.2\..*must be at least 0: clamp them"):
+        solver.run(steps=3)
+    torch.testing.assert_close(problem.v.flat(), before, rtol=0, atol=1e-3)
+
+
+def test_negative_weights_of_a_later_batch_at_one_point() -> None:
+    v = torch.ones(12, dtype=torch.float64)
+    v[8] = -0.2
+    problem, inner_data, outer_data = regression(0.05, v, True)
+    for call in (nhgd.hypergradient, nhgd.check):
+        options = {"inverse": "cg"} if call is nhgd.hypergradient else {"inverses": ["cg"]}
+        with pytest.raises(nhgd.InputError, match=r"A weight of an inner batch is -0\.2"):
+            call(problem, None, outer_data[0], inner_data=inner_data, **options)
+        assert problem.lowest_weight() is None
+
+
+def bags(kind: Any, **options: Any) -> nhgd.Bilevel:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = kind(5, 3, **options), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.words(x)
+            return self.head(torch.tanh(found if found.ndim == 2 else found.mean(1)))
+
+    def inner(net: Any, v: Tensor, batch: Any) -> Any:
+        return F.cross_entropy(net(batch[0]), batch[1], reduction="none"), v[batch[2]].sigmoid()
+
+    def outer(net: Any, v: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(net(batch[0]), batch[1])
+
+    return nhgd.Bilevel(inner, outer, Words().double(), torch.zeros(6, dtype=torch.float64), l2=0.1)
+
+
+WORDS = torch.arange(12).reshape(6, 2) % 5, torch.arange(6) % 3, torch.arange(6)
+
+
+@pytest.mark.parametrize("method", ["nhgd", "aid-cg", "f2sa", "soba", "itd"])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_with_the_remedy(method: str, kind: Any) -> None:
+    with pytest.raises(nhgd.InputError, match=r"gradient of 'words.weight' is sparse.*with sparse=False"):
+        nhgd.Solver(bags(kind, sparse=True), [WORDS], [WORDS[:2]], method=method)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop", "ignore::nhgd.InverseWarning"
+)  # the first of torch's vmap
+@pytest.mark.parametrize("method", ["nhgd", "nhgd-window", "aid-cg", "soba", "itd", "aid-exact", "aid-nystrom"])
+def test_what_has_no_second_derivative_is_refused_with_the_remedy(method: str) -> None:
+    # The cross derivative in the sample weights needs one derivative in theta alone, so v enters the model too.
+    problem = bags(nn.EmbeddingBag)
+    inner = problem.inner
+    problem.inner = lambda net, v, batch: inner(net, v, batch)[0] * (1 + v.mean() * net(batch[0]).square().sum(1))
+    solver = nhgd.Solver(problem, [WORDS], [WORDS[:2]], method=method, inner_steps=2)
+    with pytest.raises(
+        nhgd.InputError, match=r"cannot differentiate the inner loss twice.*nn.Embedding and a mean.*f2sa"
+    ):
+        solver.run(steps=1)
+    for first in ("f2sa", "bome"):
+        nhgd.Solver(bags(nn.EmbeddingBag), [WORDS], [WORDS[:2]], method=first, inner_steps=2).run(steps=1)

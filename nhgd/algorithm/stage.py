@@ -412,10 +412,16 @@ class Stage:
 
     def move_v(self, gradient: Sequence[Tensor]) -> float:
         """One projected optimiser step on v along the hypergradient, clipped; its norm before. Non-finite ones are refused."""
-        norm = float(torch.stack([g.double().norm() for g in gradient]).norm())
+        numbers = [torch.stack([g.double().norm() for g in gradient]).norm()]
+        low = self.problem.lowest_weight()
+        if low is not None:
+            numbers.append(low.to(numbers[0]))
+        read: list[float] = torch.stack(numbers).tolist()  # in one transfer
+        norm = read[0]
         self.executor.settle()  # nothing is under way any more, because a number has come from the device
         if norm != norm or norm == float("inf"):
             raise NonFiniteError("the hypergradient")
+        self.problem.check_weight(min(read[1:], default=None))
         clip = self.settings.outer_clip
         if clip is not None and norm > clip:
             gradient = [g * (clip / norm) for g in gradient]
@@ -442,6 +448,7 @@ class Stage:
         """A new outer step: the inner clock restarts and the executor is told."""
         self.clock.t = 0
         self.recent.clear()
+        self.problem.check_ridge()
         if (self.clock.k & (self.clock.k - 1) == 0 and self.clock.k > 0) or self.clock.k % 256 == 255:
             self.check_alike()  # often at first, before time is spent on a run that will be refused at its end
         if self.inverse is not None:

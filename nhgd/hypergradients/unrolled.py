@@ -14,7 +14,7 @@ from nhgd.errors import InputError, counted, positive
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
 from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.inverse.spectrum import largest_eigenvalue
-from nhgd.point import OracleCalls, Point
+from nhgd.point import OracleCalls, Point, twice_differentiable
 from nhgd.problem import Bilevel
 
 
@@ -75,7 +75,8 @@ def through(
             calls.samples += inner.samples(batch)
         with problem.guarded(seed):
             value = problem.outer_value(outer_batch, theta)
-            found = torch.autograd.grad(value, problem.v.leaves, materialize_grads=True)
+            with twice_differentiable():
+                found = torch.autograd.grad(value, problem.v.leaves, materialize_grads=True)
     calls.inner_gradients += len(losses)
     calls.outer_gradients += 1
     calls.cross += len(losses)
