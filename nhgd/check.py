@@ -142,7 +142,7 @@ def _compared(
     problem: Bilevel,
     inner_batch: Batch,
     outer_batch: Batch,
-    inverses: Sequence[str | AbstractInverse] | None,
+    inverses: str | AbstractInverse | Sequence[str | AbstractInverse] | None,
     inner_data: Iterable[Batch] | None,
     learn_from: Iterable[Batch] | None,
     dense_below: int,

@@ -24,7 +24,14 @@ from nhgd.team import Shard, Team
 
 @dataclass
 class OracleCalls:
-    """How often each derivative was asked for; one call is one batch."""
+    """How often each derivative was asked for; one call is one batch.
+
+    One gradient is one backward pass over a batch, with or without a forward pass of its own. So an inner step counts once for
+    its gradient; each root of the exact or the sampled Fisher matrix is one more; so are, once or for each root, the rows of
+    parameters outside Linear and Conv2d, which a pass of their own gives, or as many as there are samples where dropout is
+    to be that of the inner step. What is done once to look at a model, before the first step or in it, does not count.
+    `samples` are those of all inner gradients.
+    """
 
     inner_gradients: int = 0
     outer_gradients: int = 0

@@ -36,6 +36,33 @@ def set_generators(state: dict[str, Any], device: torch.device) -> None:
     random.setstate((version, tuple(state["python"].tolist()), gauss))
 
 
+@contextmanager
+def unmoved(device: torch.device) -> Iterator[None]:
+    """Afterwards the global generators stand where they stood: for work that a run which goes on later does again."""
+    before = generators(device)
+    try:
+        yield
+    finally:
+        set_generators(before, device)
+
+
+def states(device: torch.device) -> list[Tensor]:
+    """Where torch's global generators stand, of the CPU and of a CUDA device: quick to take, as `generators` is not."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def set_states(found: list[Tensor], device: torch.device) -> None:
+    """Put torch's generators where `states` found them."""
+    torch.set_rng_state(found[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(found[1], device)
+
+
+def standing(device: torch.device) -> tuple[bytes, ...]:
+    """A mark of where torch's global generators stand: whoever draws from one of them changes it."""
+    return tuple(state.numpy().tobytes() for state in states(device))
+
+
 class Randomness:
     """The state of every global generator, as a run sees it.
 

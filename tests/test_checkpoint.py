@@ -172,6 +172,57 @@ def test_buffers_dropout_and_frozen_layers_go_on(tmp_path):
     classifier("aid-cg-3", net).goes_on(tmp_path / "a")
 
 
+class Unseen(nn.Module):
+    """Draws dropout and then follows a branch that depends on the data, which vmap cannot: the second way to take rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.drop, self.a = nn.Parameter(torch.ones(3)), nn.Dropout(0.3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.drop(x * self.scale)
+        return self.a(z) if float(x.detach()[0, 0]) > -100 else z
+
+
+class Sometimes(nn.Module):
+    """Uses a weight outside its layer in the first step of a run alone, where a bias is still zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        nn.init.zeros_(self.b.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.a(x))
+        return self.b(z if bool(self.b.bias.detach().any()) else z @ self.a.weight)
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 3))
+
+
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning", "ignore:Per-sample gradients could not be vectorised")
+@pytest.mark.parametrize(
+    ("method", "net"),
+    [
+        ("nhgd", dropping),
+        ("nhgd-window", dropping),
+        ("nhgd-refined", dropping),
+        ("nhgd_single", dropping),
+        (AID(EKFAC(fisher="sampled")), dropping),
+        (AID(FisherDense(fisher="exact")), dropping),
+        ("nhgd", Unseen),
+        ("nhgd-window", Unseen),
+        ("nhgd", Sometimes),
+        ("aid-fisher_dense", Sometimes),
+    ],
+    ids=lambda given: given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__),
+)
+def test_what_a_recorder_does_once_is_no_part_of_the_run(method, net, tmp_path):
+    """A run that goes on has a new recorder, which looks at the model again, and draws nothing for that."""
+    classifier(method, net).goes_on(tmp_path / "a")
+
+
 momentum = partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True)
 
 

@@ -495,8 +495,9 @@ def test_the_reducer_sends_the_gradient_and_the_team_does_not(size: int) -> None
         # The first step goes past the wrapper, to see whether it can be used.
         assert sum(found["numbers"]) == (steps - 1) * parameters
         assert len(found["numbers"]) == 2 * (steps - 1) - 1  # after its first pass the wrapper makes two buckets
-        assert found["own"].count(parameters + 4) == 1
-        assert found["own"].count(4) == steps - 1 + 2  # and twice which of the four parameters are special
+        assert found["own"].count(parameters + 5) == 1
+        assert found["own"].count(5) == steps - 1
+        assert found["own"].count(4) == 1  # and once which of the four parameters took no part
         assert found["given back"]
 
 

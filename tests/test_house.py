@@ -35,6 +35,7 @@ ORDER = """
     threads
     one_sample
     record
+    accounting
     recorder
     inverse
     hypergradients execution

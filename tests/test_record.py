@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import nhgd
+from nhgd.inverse import FisherDense, FisherWindow
 from nhgd.likelihood import AbstractLikelihood
-from nhgd.point import OracleCalls
+from nhgd.point import OracleCalls, Point
 from nhgd.record import BatchGradient, LayerStatistics, PerSampleGradients, mapped, tensors
 from nhgd.recorder import Recorder
 from tests import oracles
@@ -796,13 +797,14 @@ def test_calls_are_counted() -> None:
     recorder = Recorder(problem, "sample", calls=calls)
     recorder.step(batch)
     recorder.step(batch)
+    # Each step takes one pass for its gradient and one for its rows, which no layer gives.
     assert calls.as_dict() == {
-        "gradients": 2,
-        "inner_gradients": 2,
+        "gradients": 4,
+        "inner_gradients": 4,
         "outer_gradients": 0,
         "hvps": 0,
         "cross": 0,
-        "samples": 20,
+        "samples": 40,
     }
 
 
@@ -845,3 +847,231 @@ def test_the_tensors_of_a_record_come_in_the_order_in_which_they_are_mapped(kind
     walked = list(tensors(record))
     assert len(walked) == len(seen) >= {"raw": 1, "batch": 1, "sample": 1, "layer": 8}[kind]
     assert all(a is b for a, b in zip(walked, seen, strict=True))
+
+
+# Weights that depend on theta.
+
+
+@pytest.mark.parametrize("kind", ["sample", "layer", "batch"])
+@pytest.mark.parametrize("v", ["tensor", "module"])
+def test_weights_that_depend_on_theta_are_constants_in_the_rows(kind: Any, v: str) -> None:
+    """Rows are sqrt(w_i) s_i whether or not the weights are detached; the gradient is that of what was written."""
+
+    class Gain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+
+        def forward(self, losses: Tensor) -> Tensor:
+            return self.layer(losses[:, None])[:, 0].sigmoid()
+
+    gain: Any = Gain().double() if v == "module" else normal(2)
+
+    def made(detach: bool) -> tuple[nhgd.Bilevel, Any]:
+        def inner(net: Any, v: Any, batch: Any) -> nhgd.Losses:
+            values = F.cross_entropy(net(batch[0]), batch[1], reduction="none")
+            known = values.detach() if detach else values
+            if kind == "batch":
+                known = known.mean().expand_as(known)  # equal, as that record needs them
+            weights = v(known) if isinstance(v, nn.Module) else (v[0] + v[1] * known).sigmoid()
+            return nhgd.Losses(values, weights)
+
+        problem = nhgd.Bilevel(inner, lambda net, v, batch: normal(), net, gain, 0.02)
+        return problem, (x, torch.arange(5) % 3)
+
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+    x = normal(5, 3)
+    (detached, batch), (free, _) = made(True), made(False)
+    calls = OracleCalls()
+    expected, found = Recorder(detached, kind).step(batch), Recorder(free, kind, calls=calls).step(batch)
+    for a, b in zip(tensors(found.record), tensors(expected.record), strict=True):
+        close(a, b)
+    if kind == "sample":
+        close(found.record.rows, oracles.rows(free, batch))
+        x0 = normal(free.theta.numel)
+        close(found.record.rows.T @ (found.record.rows @ x0) / 5 + 0.04 * x0, Point(free, [batch]).empirical_fisher(x0))
+    close(oracles.join(found.gradient), oracles.gradient(free, batch))
+    assert not torch.allclose(found.gradient[0], expected.gradient[0])
+    assert calls.inner_gradients == (2 if kind == "batch" else 3)
+
+
+def test_weights_of_an_outer_module_take_no_further_pass() -> None:
+    weigh = nn.Linear(3, 1).double()
+    problem = nhgd.Bilevel(
+        lambda net, v, x: nhgd.Losses(net(x).square().sum(1), v(x)[:, 0].exp()),
+        lambda net, v, x: net(x).sum(),
+        nn.Linear(3, 3).double(),
+        weigh,
+    )
+    calls = OracleCalls()
+    Recorder(problem, "sample", calls=calls).step(normal(5, 3))
+    assert calls.inner_gradients == 1
+
+
+# Dropout.
+
+
+def gone_through(problem: nhgd.Bilevel, batch: Any, state: Tensor) -> Tensor:
+    """Rows of a pass whose random numbers begin at a state of the generator, by a loop over its own losses."""
+    torch.set_rng_state(state)
+    losses = problem.losses(batch)
+    weights = torch.ones_like(losses.values) if losses.weights is None else losses.weights.detach()
+    rows = [torch.autograd.grad(value, problem.theta.leaves, retain_graph=True) for value in losses.values]
+    return torch.stack([oracles.join(row) for row in rows]) * weights.sqrt()[:, None]
+
+
+class Checked(nn.Module):
+    """Dropout inside a part that is computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Dropout(0.5), nn.Tanh())
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+
+DROPPING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "norm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Dropout(0.5), nn.Linear(4, 3)), (20, 3)),
+    "checkpointed": (Checked, (5, 3)),
+    "recurrent": (lambda: nn.Sequential(Recurrent(), nn.Dropout(0.5)), (5, 2, 3)),
+    "transformer": (
+        lambda: nn.Sequential(
+            nn.TransformerEncoderLayer(3, 1, 4, 0.4, batch_first=True), nn.Flatten(), nn.Linear(6, 3)
+        ),
+        (5, 2, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_all_rows_are_of_one_dropout_mask(name: str) -> None:
+    """Also those of parameters outside layers, so that products of the two are right."""
+    make, shape = DROPPING[name]
+    problem, batch = weighing(make().train(), normal(*shape))
+    state = torch.get_rng_state()
+    found = Recorder(problem, "sample").step(batch).record
+    close(found.rows, gone_through(problem, batch, state))
+    torch.set_rng_state(state)
+    layers = Recorder(problem, "layer").step(batch).record
+    assert layers.other_names
+    close(assembled(layers, problem), found.rows)
+
+
+@pytest.mark.parametrize("inverse", [FisherDense(), FisherWindow()], ids=repr)
+def test_blocks_between_layers_and_others_under_dropout(inverse: Any) -> None:
+    problem, batch = weighing(DROPPING["norm"][0]().train(), normal(20, 3))
+    state = torch.get_rng_state()
+    recorder = Recorder(problem, inverse.records, couples=inverse.couples)
+    kept = inverse.observe(inverse.init(problem.theta), recorder.step(batch).record)
+    rows = gone_through(problem, batch, state)
+    if isinstance(inverse, FisherDense):
+        close(kept.matrix, rows.T @ rows / 20)
+    else:
+        close(kept.gram[:20, :20], rows @ rows.T)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "sampled"])
+def test_other_fisher_matrices_under_dropout(fisher: Any) -> None:
+    problem, batch = weighing(DROPPING["norm"][0]().train(), normal(5, 3), likelihood="categorical")
+    state = torch.get_rng_state()
+    record = Recorder(problem, "sample", fisher).step(batch).record
+    torch.set_rng_state(state)
+    losses = problem.losses(batch)
+    likelihood = nhgd.likelihood.Categorical()
+    roots = (likelihood.roots if fisher == "exact" else likelihood.sample)(losses.outputs, losses.values)
+    rows = [
+        oracles.join(torch.autograd.grad(z, problem.theta.leaves, r, retain_graph=True)) * w.sqrt()
+        for root in roots
+        for z, r, w in zip(losses.outputs, root, losses.weights, strict=True)
+    ]
+    close(record.rows, torch.stack(rows))
+
+
+def test_noise_that_no_generator_of_torch_shows() -> None:
+    """Rows are of the pass that was made, whatever its random numbers come from."""
+    own, seen = torch.Generator().manual_seed(3), []
+
+    def inner(net: Any, v: Any, batch: Any) -> nhgd.Losses:
+        seen.append(own.get_state())
+        noise = 1 + torch.randn(len(batch[0]), 4, generator=own, dtype=torch.float64)
+        z = net[2](net[1](net[0](batch[0])) * noise)
+        return nhgd.Losses(F.cross_entropy(z, batch[1], reduction="none"))
+
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    problem, batch = weighing(net, normal(5, 3))
+    problem.inner = inner
+    recorder = Recorder(problem, "sample")
+    for _ in range(2):
+        first = len(seen)
+        rows = recorder.step(batch).record.rows
+        own.set_state(seen[first])
+        close(rows, gone_through(problem, batch, torch.get_rng_state()))
+
+
+def test_k_fac_is_spared_the_passes_that_one_mask_takes() -> None:
+    problem, batch = weighing(DROPPING["norm"][0]().train(), normal(20, 3))
+    counts = {}
+    for couples in (True, False):
+        calls = OracleCalls()
+        Recorder(problem, "layer", calls=calls, couples=couples).step(batch)
+        counts[couples] = calls.inner_gradients
+    assert counts == {True: 21, False: 2}
+    assert not nhgd.inverse.KFAC().couples
+    assert nhgd.inverse.Refined(FisherWindow()).couples
+
+
+# Passes that are counted.
+
+
+@pytest.mark.parametrize(
+    ("net", "fisher", "passes"),
+    [
+        (lambda: nn.Linear(3, 3), "empirical", 1),
+        (lambda: nn.Linear(3, 3), "exact", 1 + 3),
+        (lambda: nn.Linear(3, 3), "sampled", 1 + 1),
+        (lambda: nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), "empirical", 1 + 1),
+        (lambda: nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), "exact", 1 + 3 + 3),
+        (lambda: nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), "sampled", 1 + 1 + 1),
+    ],
+)
+def test_every_backward_pass_is_counted(net: Any, fisher: Any, passes: int) -> None:
+    """With the passes of the first step that only look at the model left out, so that a run that goes on counts alike."""
+    problem, batch = weighing(net(), normal(5, 3), likelihood="categorical")
+    calls = OracleCalls()
+    recorder = Recorder(problem, "layer", fisher, calls, couples=False)
+    for step in (1, 2):
+        recorder.step(batch)
+        assert (calls.inner_gradients, calls.samples) == (step * passes, step * passes * 5)
+
+
+def test_counted_passes_are_those_that_are_made() -> None:
+    forward = []
+    problem, batch = weighing(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), normal(5, 3))
+    inner = problem.inner
+    problem.inner = lambda *args: (forward.append(1), inner(*args))[1]
+    calls = OracleCalls()
+    recorder = Recorder(problem, "layer", calls=calls)
+    recorder.step(batch)
+    before = len(forward), calls.inner_gradients
+    recorder.step(batch)
+    assert (len(forward) - before[0], calls.inner_gradients - before[1]) == (2, 2)
+
+
+# Losses that vanish.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_at_vanishing_losses_is_no_influence(dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    x, theta = torch.randn(64, 200, dtype=dtype), torch.randn(200, dtype=dtype)
+    problem = nhgd.Bilevel(
+        lambda t, v, b: 0.5 * (b[0] @ t - b[1]) ** 2 + 0 * v, lambda t, v, b: t.sum(), theta.clone(), normal().to(dtype)
+    )
+    record = Recorder(problem, "sample").step((x, x @ theta)).record
+    assert record.rows.shape == (64, 200)
+    problem.inner = lambda t, v, b: 0.5 * (b[0] @ t - b[1] + (b[0] @ t - b[1]).mean()) ** 2 + 0 * v
+    with pytest.raises(nhgd.InputError, match="samples influence each other"):  # and at a perfect fit it is seen too
+        Recorder(problem, "sample").step((x, x @ theta))

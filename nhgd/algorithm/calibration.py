@@ -27,7 +27,8 @@ def calibrated(stage: Stage) -> AbstractInverse | None:
     part = stage.divided("inner", stage.inner.peek())  # the run itself draws as if nobody had looked
     batch = part.batch if isinstance(part, Shard) else part
     calls = OracleCalls()  # measuring is no part of the run's work
-    plain, recording = Recorder(problem, calls=calls), Recorder(problem, inverse.records, inverse.fisher, calls)
+    plain = Recorder(problem, calls=calls)
+    recording = Recorder(problem, inverse.records, inverse.fisher, calls, inverse.couples)
     with problem.guarded(seed=0):
         state = inverse.observe(inverse.init(problem.theta), recording.step(batch).record)
         inner = _median(lambda: plain.step(batch), problem.theta.device)

@@ -198,7 +198,16 @@ class Stage:
         if inverse is not None:
             self.executor.start(inverse, self.problem.theta, self.problem.v)
             if inverse.records is not None:
-                self._recording = Recorder(self.problem, inverse.records, inverse.fisher, self.calls)
+                self._recording = Recorder(self.problem, inverse.records, inverse.fisher, self.calls, inverse.couples)
+
+    def recorder_memory(self) -> dict[str, Any] | None:
+        """What the recorder has found out about the model; None where nothing is recorded."""
+        return None if self._recording is None else self._recording.memory()
+
+    def recall(self, memory: dict[str, Any] | None) -> None:
+        """Let the recorder go on with what another had found out."""
+        if self._recording is not None and memory is not None:
+            self._recording.recall(memory)
 
     def implicit(
         self,

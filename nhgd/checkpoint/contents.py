@@ -32,6 +32,7 @@ def of_stage(stage: Stage) -> dict[str, Any]:
         "inner_optimiser": _of_optimiser(stage.theta.optimizer),
         "outer_optimiser": _of_optimiser(stage.v.optimizer),
         "curvature": curvature(stage),
+        "recorder": stage.recorder_memory(),
         "clock": dict(vars(stage.clock)),
         "calls": {f.name: getattr(stage.calls, f.name) for f in fields(stage.calls)},
         "inner_data": stage.inner.position(),
@@ -123,6 +124,7 @@ def into_stage(stage: Stage, saved: dict[str, Any]) -> None:
         _into_optimiser(mover, saved[name])
     if stage.inverse is not None:
         stage.executor.restore(saved["curvature"])
+        stage.recall(saved.get("recorder"))
     for name, value in saved["clock"].items():
         setattr(stage.clock, name, value)
     for name, value in saved["calls"].items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from nhgd.accounting import held
 from nhgd.inverse.base import AbstractInverse
 from nhgd.inverse.fisher_window import FisherWindow
 from nhgd.inverse.kfac import KFAC
@@ -14,5 +15,5 @@ def automatic(theta: Variable) -> AbstractInverse:
     """K-FAC where theta is a module with a trainable Linear or Conv2d layer, the window elsewhere."""
     leaves = {id(leaf) for leaf in theta.leaves}
     modules = theta.root.modules() if theta.root is not None else ()
-    layered = any(isinstance(m, (nn.Linear, nn.Conv2d)) and id(m.weight) in leaves for m in modules)
+    layered = any(isinstance(m, (nn.Linear, nn.Conv2d)) and id(held(m, "weight")) in leaves for m in modules)
     return KFAC() if layered else FisherWindow()

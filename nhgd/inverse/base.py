@@ -89,6 +89,11 @@ class AbstractInverse(Validated, ABC):
         return False
 
     @property
+    def couples(self) -> bool:
+        """Whether products of one parameter's rows with another's matter; where not, a record may take them from two passes."""
+        return True
+
+    @property
     def fisher(self) -> FisherKind:
         """Of which Fisher matrix the records are."""
         return "empirical"

@@ -98,6 +98,11 @@ class FisherDiagonal(AbstractInverse):
         """The diagonal is a sum over samples."""
         return True
 
+    @property
+    def couples(self) -> bool:
+        """A diagonal has no products of two parameters."""
+        return False
+
     def _precision(self, theta: Variable) -> torch.dtype:
         return self.dtype or torch.promote_types(theta.dtype, torch.float32)
 

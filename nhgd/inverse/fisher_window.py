@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nhgd.accounting import held
 from nhgd.errors import InputError, NonFiniteError, not_negative, positive, unknown
 from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.inverse.damping import refuse_singular, resolve_damping
@@ -346,8 +347,8 @@ class FisherWindow(AbstractInverse):
         numbers = theta.numel * roots
         leaves = {id(leaf) for leaf in theta.leaves}
         for layer in _linear(theta) if self.records == "layer" else ():
-            if id(layer.weight) in leaves:
-                width, out = layer.in_features + (id(layer.bias) in leaves), layer.out_features
+            if id(held(layer, "weight")) in leaves:
+                width, out = layer.in_features + (id(held(layer, "bias")) in leaves), layer.out_features
                 if factors_pay(1, roots, width, out):
                     numbers += width + roots * out - roots * width * out
         itemsize: int = torch.promote_types(theta.dtype, torch.float32).itemsize

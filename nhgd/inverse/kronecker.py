@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from nhgd.accounting import held
 from nhgd.errors import InputError, NonFiniteError, not_negative, positive
 from nhgd.inverse.base import AbstractInverse, SolveStats, Steady
 from nhgd.inverse.damping import resolve_damping
@@ -152,6 +153,11 @@ class AbstractKronecker(AbstractInverse):
     def sums(self) -> bool:
         """Factors are sums over samples."""
         return True
+
+    @property
+    def couples(self) -> bool:
+        """Each layer and each parameter outside has a block of its own."""
+        return False
 
     def wants(self, step: int) -> bool:
         """Every `factor_every`-th step."""
@@ -458,9 +464,10 @@ def layer_shapes(theta: Variable) -> dict[tuple[str, ...], tuple[int, int, int]]
     names = {id(leaf): name for name, leaf in zip(theta.names, theta.leaves, strict=True)}
     found: dict[tuple[str, ...], tuple[int, int, int]] = {}
     for module in theta.root.modules():
-        if isinstance(module, (nn.Linear, nn.Conv2d)) and id(module.weight) in names:
-            pair = tuple(names[id(t)] for t in (module.weight, module.bias) if id(t) in names)
+        weight = held(module, "weight") if isinstance(module, (nn.Linear, nn.Conv2d)) else None
+        if weight is not None and id(weight) in names:
+            pair = tuple(names[id(t)] for t in (weight, held(module, "bias")) if id(t) in names)
             groups = module.groups if isinstance(module, nn.Conv2d) else 1
-            out, columns = module.weight.shape[0], module.weight[0].numel()
+            out, columns = weight.shape[0], weight[0].numel()
             found[pair] = (groups, out // groups, columns + len(pair) - 1)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from nhgd.autocast import set_aside
 from nhgd.data.batch import Batch
 from nhgd.inverse.base import AbstractInverse
 from nhgd.point import OracleCalls
@@ -23,8 +24,8 @@ def learn(
     state = inverse.init(problem.theta)
     if inverse.records is None:
         return state
-    recorder = Recorder(problem, inverse.records, inverse.fisher, calls)
-    with problem.guarded(seed):
+    recorder = Recorder(problem, inverse.records, inverse.fisher, calls, inverse.couples)
+    with set_aside(), problem.guarded(seed):
         for batch in batches:
             record = recorder.step(batch).record
             assert record is not None

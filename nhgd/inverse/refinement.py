@@ -85,6 +85,11 @@ class Refined(AbstractInverse):
         return self.inverse.sums
 
     @property
+    def couples(self) -> bool:
+        """As the inverse inside does."""
+        return self.inverse.couples
+
+    @property
     def fisher(self) -> FisherKind:
         """That of the inverse inside."""
         return self.inverse.fisher

@@ -1,0 +1,172 @@
+"""What layers account for: whether the inputs and scores of a layer are all of the gradient of its weight and bias.
+
+They are where the layer is called and its weight is used nowhere else. The autograd graph tells: it is walked from the losses
+down to the parameters, at each record, because control flow may change from batch to batch. A call of a plain Linear or
+Conv2d is stepped over, to where its input was made; a parameter that is reached nevertheless is used elsewhere too. What a
+subclass computes is not known, so its numbers are compared with the gradient itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from nhgd.errors import InputError
+from nhgd.record import LayerRecord
+
+Scores: TypeAlias = "Sequence[Tensor | None]"
+_LEAF: type[Any] = type(torch.zeros((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+
+
+@dataclass
+class Call:
+    """One call of a Linear or Conv2d: its input, and where in the graph its input and its output were made."""
+
+    module: nn.Module
+    weight: str
+    bias: str | None
+    input: Tensor
+    source: GradientEdge | None
+    edge: GradientEdge
+    output_shape: torch.Size
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the module computes what its class does, and so what a layer's record says."""
+        module, kind = self.module, type(self.module)
+        if "forward" in vars(module):
+            return False
+        if isinstance(module, nn.Linear):
+            return kind.forward is nn.Linear.forward
+        plain = kind.forward is nn.Conv2d.forward and "_conv_forward" not in vars(module)
+        return plain and kind._conv_forward is nn.Conv2d._conv_forward  # type: ignore[attr-defined]
+
+
+class Graph(NamedTuple):
+    """How often each parameter is used outside calls of plain layers, and a mark of the graph's form."""
+
+    uses: Counter[str]
+    form: int
+
+
+def held(module: nn.Module, name: str) -> Tensor | None:
+    """A tensor that a module holds under a name, without asking for it: a parametrised one would be computed."""
+    found = module._parameters.get(name)
+    found = vars(module).get(name) if found is None else found
+    return found if isinstance(found, Tensor) else None
+
+
+def walked(roots: Iterable[Tensor | None], calls: Sequence[Call], names: Mapping[int, str]) -> Graph:
+    """Walk the graph of some tensors; `names` are those of theta's leaves, by identity."""
+    plain = {call.edge.node: call.source for call in calls if call.is_plain}
+    child: Any
+    end: Any
+    waiting: list[Any] = [root.grad_fn for root in roots if root is not None and root.grad_fn is not None]
+    uses: Counter[str] = Counter()
+    seen: set[Any] = set()
+    kinds: list[Any] = [call.weight for call in calls]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        kinds.append(type(node))
+        if node in plain:
+            source = plain[node]
+            following: Iterable[Any] = () if source is None else ((source.node, source.output_nr),)
+        else:
+            following = node.next_functions
+        for child, _ in following:
+            end = child
+            while type(end).__name__ == "ToCopyBackward0":  # autocast makes one copy of a weight for all its uses
+                end = end.next_functions[0][0]
+            if type(end) is _LEAF:
+                name = names.get(id(end.variable))
+                if name is not None:
+                    uses[name] += 1
+            elif child is not None:
+                waiting.append(child)
+    return Graph(uses, hash(tuple(kinds)))
+
+
+def elsewhere(calls: Sequence[Call], uses: Counter[str]) -> set[str]:
+    """Parameters whose gradient is not that of one layer alone, as far as the graph tells."""
+    inside = Counter(name for call in calls if not call.is_plain for name in (call.weight, call.bias))
+    found = {name for name, count in uses.items() if count > inside[name]}
+    layers: dict[str, tuple[str | None, nn.Module]] = {}
+    owners: dict[str, str] = {}
+    for call in calls:
+        bias, module = layers.setdefault(call.weight, (call.bias, call.module))
+        # Convolutions may differ in stride or padding, and a bias belongs to one weight.
+        other = module is not call.module and isinstance(module, nn.Conv2d)
+        if bias != call.bias or other or (call.bias and owners.setdefault(call.bias, call.weight) != call.weight):
+            found |= {name for name in (call.weight, bias, call.bias, owners.get(call.bias or "")) if name is not None}
+    return found
+
+
+def fits(layer: LayerRecord, gradients: Mapping[str, Tensor | None]) -> tuple[bool, bool]:
+    """Whether scores as the backward pass gave them add up to the gradient of the layer, and whether they say anything.
+
+    Scores or inputs that are all zero say nothing, unless the gradient is not zero.
+    """
+    layer = replace(layer, scale=torch.ones_like(layer.scale))
+    scores, inputs = layer.scores[0], layer.inputs
+    total = torch.einsum("btgo,btgi->goi", scores, inputs)
+    # At an inner optimum the sum is nothing but rounding, so errors are measured by the size of its terms.
+    terms = torch.einsum("btgo,btgi->goi", scores.abs(), inputs.abs())
+    eps = max(torch.finfo(t.dtype).eps for call in layer.raw_scores for t in call)
+    relative, absolute = max(1e-2, 4 * eps), max(1e-3, 4 * eps)
+    wide = layer.bias is not None
+    pairs = [(layer.weight, total[..., :-1] if wide else total, terms[..., :-1] if wide else terms)]
+    if layer.bias is not None:
+        pairs.append((layer.bias, total[..., -1], terms[..., -1]))
+    good = telling = True
+    for name, computed, size in pairs:
+        true = gradients[name]
+        true = torch.zeros_like(computed) if true is None else true.reshape(computed.shape).to(computed.dtype)
+        largest = float(size.max())
+        telling &= largest > torch.finfo(computed.dtype).tiny / eps
+        good &= torch.allclose(computed, true, rtol=relative, atol=absolute * largest)
+    return good, telling
+
+
+def check_independent(values: Tensor, calls: Sequence[Call], scores: Scores) -> set[str]:
+    """Refuse samples that influence each other; the weights of the layers at which this could be seen.
+
+    Args:
+        values: the loss of every sample, with its graph.
+        scores: of their sum, at each call.
+    """
+    samples = values.shape[0]
+    # The first sample and the last: a sum that runs along the batch shows in one of them only.
+    rows = {0, samples - 1}
+    seen: set[str] = set()
+    for call, score in zip(calls, scores, strict=True):
+        if score is None or call.output_shape[0] != samples:
+            continue
+        alive = torch.nonzero(score.reshape(samples, -1).ne(0).any(1)).reshape(-1)
+        if len(alive):
+            seen.add(call.weight)
+            rows |= {int(alive[0]), int(alive[-1])}
+    if samples < 2 or not calls:
+        return seen
+    for row in sorted(rows):
+        found = torch.autograd.grad(values[row], [c.edge for c in calls], retain_graph=True, allow_unused=True)
+        for call, score in zip(calls, found, strict=True):
+            if score is None or call.output_shape[0] != samples:
+                continue
+            touched = score.reshape(samples, -1).ne(0).any(1)
+            touched[row] = False
+            if bool(touched.any()):
+                raise InputError(
+                    f"At the layer of {call.weight!r} the loss of one sample depends on the row of another. Per-sample"
+                    " curvature needs independent samples in the first dimension (no batch statistics, batch-first"
+                    " sequences)."
+                )
+    return seen
