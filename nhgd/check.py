@@ -133,12 +133,14 @@ def check(
     """
     check_seed(seed)
     with set_aside():
-        found = _compared(problem, inner_batch, outer_batch, inverses, inner_data, learn_from, dense_below, seed)
+        found = _report(
+            problem, inner_batch, outer_batch, inverses, inner_data, learn_from, dense_below, seed, progress
+        )
     problem.check_weight(problem.lowest_weight())
     return found
 
 
-def _compared(
+def _report(
     problem: Bilevel,
     inner_batch: Batch,
     outer_batch: Batch,
@@ -147,6 +149,7 @@ def _compared(
     learn_from: Iterable[Batch] | None,
     dense_below: int,
     seed: int,
+    progress: bool | None,
 ) -> Report:
     device = problem.theta.device
     if inner_data is None:
