@@ -294,6 +294,7 @@ def with_loader(kind: str, method: Any = "aid") -> Setting:
 
 @pytest.mark.parametrize("method", [AID(CG(steps=3)), AID(CG(steps=3), batches="all")], ids=["one", "all"])
 @pytest.mark.parametrize("kind", ["shuffled", "own generator", "list", "torch", "numpy", "python"])
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")  # few steps of CG
 def test_loaders_go_on_from_their_position(kind, method, tmp_path):
     with_loader(kind, method).goes_on(tmp_path / "a")
 
