@@ -64,8 +64,6 @@ def by_hand(make, cross, outer_steps=1, inner_steps=3, inner_lr=0.2, outer_lr=0.
     return v, theta
 
 
-@pytest.mark.parametrize("cross", ["final", "trajectory"])
-@pytest.mark.parametrize("make", [catalogue.weighted_logistic, catalogue.mlp_module, catalogue.plain_tensor])
 @dataclass(frozen=True)
 class Asked(AbstractInverse):
     """The identity, which notes what each solve was to begin from and what it found."""
@@ -102,10 +100,12 @@ def test_nhgd_refined_begins_from_the_adjoint_of_the_outer_step_before():
     refined = Refined(FisherWindow(window=64), steps=60, tol=1e-10)
     solver = nhgd.Solver(problem, [inner], [outer], method=NHGD(refined, batches=1), inner_steps=1, outer_lr=1e-300)
     hvps = [solver.step()["hvps"] for _ in range(2)]
-    assert hvps[0] > 5
+    assert hvps[0] > 3
     assert hvps[1] - hvps[0] <= 2
 
 
+@pytest.mark.parametrize("cross", ["final", "trajectory"])
+@pytest.mark.parametrize("make", [catalogue.weighted_logistic, catalogue.mlp_module, catalogue.plain_tensor])
 def test_one_and_two_outer_steps_by_hand(make, cross):
     for steps in (1, 2):
         inverse = FisherDense(form="matrix", update="average", warm="accumulate")
