@@ -627,13 +627,15 @@ def test_what_cannot_be_kept_is_refused_before_the_first_step(tmp_path):
 
     with pytest.raises(nhgd.InputError, match="cannot hold a Counter, which stands at state of this run"):
         quadratic(Strange()).solver(checkpoint=tmp_path / "a")
+    solver = quadratic().solver(checkpoint=tmp_path / "a")
+    solver.step()["odd"] = {1}
     with pytest.raises(nhgd.InputError, match="cannot hold a set, which stands at history/0/odd"):
-        quadratic().solver(checkpoint=tmp_path / "a", metrics=lambda theta, v: {"odd": {1}}).run(steps=1)
+        solver.save()
     (tmp_path / "file").touch()
     with pytest.raises(nhgd.InputError, match="cannot be a folder"):
         quadratic().solver(checkpoint=tmp_path / "file" / "a")
     for every in (0, -1, True, 1.5, "often", "0"):
-        with pytest.raises(nhgd.InputError, match=r"checkpoint_every is a whole number|A budget is a time"):
+        with pytest.raises(nhgd.InputError, match=r"checkpoint_every (is|must be) a whole number|A budget is a time"):
             quadratic().solver(checkpoint=tmp_path / "a", checkpoint_every=every)
 
 
