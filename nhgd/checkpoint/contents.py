@@ -59,6 +59,14 @@ def check_stage(stage: Stage, saved: Any, step: int) -> None:
         inner_optimiser=_optimiser(stage.theta),
         outer_optimiser=_optimiser(stage.v),
         curvature=lambda value, where: schema.alike(value, curvature(stage), where),
+        recorder=schema.optional(
+            schema.record(
+                unaccounted=schema.listing(schema.text),
+                layers=schema.mapping(schema.optional(schema.text)),
+                slow=schema.flag,
+                noisy=schema.flag,
+            )
+        ),
         clock=schema.like(vars(stage.clock)),
         calls=schema.like({f.name: getattr(stage.calls, f.name) for f in fields(stage.calls)}),
         inner_data=schema.position,

@@ -39,6 +39,11 @@ def text(value: Any, where: str) -> None:
     _be(isinstance(value, str), where, "text")
 
 
+def flag(value: Any, where: str) -> None:
+    """Yes or no."""
+    _be(type(value) is bool, where, "true or false")
+
+
 def count(value: Any, where: str) -> None:
     """A whole number of at least 0."""
     _be(type(value) is int and 0 <= value < LARGEST, where, "a whole number of at least 0")
