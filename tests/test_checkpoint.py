@@ -35,6 +35,10 @@ from tests import catalogue
 from tests.commands import answer, invoke, refusal
 
 
+# How good a solve is does not matter here, only that it is the same again.
+pytestmark = pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")
+
+
 class BrokenOffError(Exception):
     """What ends a run in these tests."""
 
