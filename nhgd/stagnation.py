@@ -14,6 +14,7 @@ from torch import Tensor
 SHORTEST = 30  # outer steps; fewer tell nothing
 STRAIGHT = 0.6  # of the way of v that is left when its turns are taken off: noise about an optimum leaves less
 SLIGHT = 1e-3  # of the outer loss: a fall that does not count, or a slope that promises none
+NOISY = 0.05  # of the outer loss: noise of its means from which on nothing can be told
 
 
 class StagnationWarning(UserWarning):
@@ -26,20 +27,22 @@ class Course:
 
     At an optimum the outer loss does not fall either. But there the hypergradient vanishes, or is noise, so that v turns
     about; or a projection holds v. What is said of a run is therefore only this: v kept its direction, and either hardly
-    moved, where the slope promised more, or went far for nothing.
+    moved, where the slope promised more, or went far for nothing and is still under way. Where v has settled, the outer loss
+    may well be above that of the first steps, in which theta was not trained yet; and where batches are so noisy that a fall
+    could not be seen, there is nothing to say either.
     """
 
     first: Tensor  # v before the run, (P,)
     losses: list[float] = field(default_factory=list)
     slopes: list[float] = field(default_factory=list)
-    path: float = 0.0
+    strides: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.last = self.first
 
     def note(self, v: Tensor, row: dict[str, Any]) -> None:
         """One more outer step, to v, with its row of the history."""
-        self.path += _distance(v, self.last)
+        self.strides.append(_distance(v, self.last))
         self.last = v
         self.losses.append(row["outer_loss"])
         self.slopes.append(row["hypergradient_norm"])
@@ -54,19 +57,20 @@ class Course:
         size = max(own, unit)
         level = abs(fmean(self.losses))
         promise = median(self.slopes) * size  # what the slope gains where v moves by its own size, to first order
-        if not promise > SLIGHT * level or moved < STRAIGHT * self.path:
+        if not promise > SLIGHT * level or moved < STRAIGHT * sum(self.strides):
             return None
         quarter = steps // 4
         end = self.losses[-quarter:]
         middle = self.losses[steps // 2 - quarter : steps // 2]  # theta is trained by then, whatever v does
-        if moved < 0.01 * size and not held and not _fell(middle, end, level):
+        if moved < 0.01 * size and not held and _stood(middle, end, level):
             return (
                 f"The outer loss has not fallen: {fmean(middle):.4g} before the middle of {steps} outer steps, {fmean(end):.4g} at"
                 f" their end. v moved by {moved:.1e}, always in the same direction: raise outer_lr."
             )
         tenths = [self.losses[start : start + steps // 10] for start in range(0, steps - steps // 10 + 1, steps // 10)]
         begin, *others = tenths
-        if moved > 0.3 * (own or unit) and not any(_fell(begin, tenth, level) for tenth in others):
+        settled = fmean(self.strides[-quarter:]) < 0.5 * fmean(self.strides)
+        if moved > 0.3 * (own or unit) and not settled and all(_stood(begin, tenth, level) for tenth in others):
             return (
                 f"The outer loss has not fallen: {fmean(begin):.4g} in the first of {steps} outer steps, {fmean(end):.4g} in the"
                 f" last, though v moved by {moved:.2g}. Try another method or inverse (nhgd.check tells which hypergradients"
@@ -85,10 +89,13 @@ def held_by(rule: float | tuple[float, float] | Callable[[Any], Any] | None, lea
     return any(bool(((leaf <= low) | (leaf >= high)).any()) for leaf in leaves)
 
 
-def _fell(before: Sequence[float], after: Sequence[float], level: float) -> bool:
-    """Whether the mean fell by more than noise, twice its standard error, and by more than a slight part."""
-    error = math.sqrt((pstdev(before) ** 2 + pstdev(after) ** 2) / (len(before) - 1))
-    return fmean(before) - fmean(after) > max(2 * error, SLIGHT * level)
+def _stood(before: Sequence[float], after: Sequence[float], level: float) -> bool:
+    """Whether the mean did not fall: by no more than noise, twice its standard error, or by a slight part alone.
+
+    Noise that could hide a fall worth having makes the answer no.
+    """
+    noise = 2 * math.sqrt((pstdev(before) ** 2 + pstdev(after) ** 2) / (len(before) - 1))
+    return noise <= NOISY * level and fmean(before) - fmean(after) <= max(noise, SLIGHT * level)
 
 
 def _distance(a: Tensor, b: Tensor) -> float:

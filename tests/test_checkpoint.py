@@ -34,7 +34,6 @@ from nhgd.task import Quadratic
 from tests import catalogue
 from tests.commands import answer, invoke, refusal
 
-
 # How good a solve is does not matter here, only that it is the same again.
 pytestmark = pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")
 

@@ -10,6 +10,14 @@ from nhgd.task.paper import paper
 from tests.commands import answer, refusal
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Every command runs in an empty folder, in which nothing may be left."""
+    place = tmp_path / "here"
+    place.mkdir()
+    monkeypatch.chdir(place)
+
+
 @pytest.fixture
 def unbuilt(monkeypatch):
     """Tasks that must not be built."""

@@ -131,6 +131,7 @@ def test_the_ball_is_differentiated_too(binds):
     assert float(moved.norm()) == pytest.approx(radius if binds else reached[3], rel=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")  # a short series leaves a large residual
 def test_at_the_optimum_it_is_a_neumann_series():
     """With theta settled, n differentiated steps are the sum of n terms with phi = eta."""
     outer_lr = 0.1

@@ -384,6 +384,7 @@ class TestTask:
         assert summary["objective_net"] == pytest.approx(own)
         assert summary["state_error"] == pytest.approx(apart)
 
+    @pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")  # few steps of CG
     def test_nhgd_is_the_exact_fisher_matrix_and_other_names_mean_what_they_mean(self):
         instance = TINY.build(0, CPU)
         method = instance.algorithm()
@@ -403,7 +404,9 @@ class TestTask:
         assert instance.solver["inner_steps"] == 50
         assert instance.solver["inner_optimizer"] is torch.optim.Adam
         assert instance.algorithm().inner == "optimizer"
-        assert instance.start().run(steps=2).stats["oracle_calls"]["inner_gradients"] == 2 * 52
+        assert (
+            instance.start().run(steps=2).stats["oracle_calls"]["inner_gradients"] == 2 * 53
+        )  # rows of the exact Fisher matrix are a pass
 
     def test_a_small_net_wants_one_thread(self):
         assert PDE.preset("quick").threads == 1

@@ -115,6 +115,7 @@ def test_noise_does_not_hide_a_fall_nor_make_one():
     assert remark(0.1, 0.0) is None
     assert remark(0.0, 0.02) is not None
     assert remark(1e-4, 0.0) is not None
+    assert remark(0.0, 0.5) is None  # a fall could not be told from this
 
 
 def test_the_command_line_says_it():

@@ -173,9 +173,11 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
 
     def _compare_scales(self, X: Array, varies: Array) -> None:
         """Warn where most features of the trusted samples have another place or spread than those of X."""
-        rows = (X[:, varies] - self._center[varies]) / self._scale[varies]
-        shift, spread = np.abs(rows.mean(0)), rows.std(0)
-        told = spread > 0  # a feature that does not vary among a few samples tells nothing
+        with np.errstate(over="ignore", invalid="ignore"):
+            rows = (X[:, varies] - self._center[varies]) / self._scale[varies]
+            shift, spread = np.abs(rows.mean(0)), rows.std(0)
+        # A feature that does not vary among a few samples tells nothing; one that overflows is refused elsewhere.
+        told = (spread > 0) & np.isfinite(spread)
         strange = told & ((shift > 2) | (spread > 4) | (spread < 1 / 4))
         if strange.sum() > told.sum() / 2:
             warnings.warn(
