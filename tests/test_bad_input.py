@@ -475,6 +475,10 @@ def test_no_more_bytes_are_unpacked_than_any_image_set_has():
     Path("bomb").write_bytes(head)
     with pytest.raises(nhgd.InputError, match="claims 1048576 x 1024 x 1 bytes, which is no image set"):
         read_idx(Path("bomb"))
+    # No bytes at all, in a shape that no array can have.
+    Path("empty").write_bytes(b"\0\0\x08\x04" + b"\0\0\0\0" + 3 * b"\xff\xff\xff\xff")
+    with pytest.raises(nhgd.InputError, match="claims 0 x 4294967295 x 4294967295 x 4294967295 bytes"):
+        read_idx(Path("empty"))
 
 
 class Header(list):

@@ -18,6 +18,7 @@ from nhgd.inverse import CG
 from nhgd.schedule import ByStep, Clock, Constant, Decay, Power, Strong
 from nhgd.solve import seconds
 from nhgd.task import Quadratic
+from tests import catalogue
 
 
 def small(**settings):
@@ -438,3 +439,12 @@ def test_buffers_are_put_back_too():
 def test_more_refusals(settings, message):
     with pytest.raises(nhgd.InputError, match=message):
         solver(small(), **settings).run(steps=1)
+
+
+@pytest.mark.parametrize(
+    "wrong", [int, "adam", lambda params: None, lambda params: 5], ids=["a class", "text", "nothing", "5"]
+)
+def test_what_makes_no_optimiser_is_refused(wrong):
+    problem, inner, outer = catalogue.weighted_logistic()
+    with pytest.raises(nhgd.InputError, match="outer_optimizer must be a torch optimiser, its class, or a function"):
+        nhgd.Solver(problem, [inner], [outer], method="aid-cg", outer_optimizer=wrong)

@@ -76,18 +76,22 @@ class Mover:
         self.variable = variable
         leaves = list(variable.leaves)
         self.schedule: Schedule | None = None if rate is None else resolve_rate(rate, f"{level}_lr")
-        if optimizer is None or isinstance(optimizer, type):
+        if optimizer is None or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
             self.schedule = self.schedule or resolve_rate(default, f"{level}_lr")
             lr = self.schedule.rate(Clock())
-            self.optimizer: Optimizer = SGD(leaves, lr=lr) if optimizer is None else optimizer(leaves, lr=lr)
+            chosen: Any = SGD if optimizer is None else optimizer
+            self.optimizer: Optimizer = chosen(leaves, lr=lr)
         elif isinstance(optimizer, Optimizer):
             self.optimizer = optimizer
-        elif callable(optimizer):
-            self.optimizer = optimizer(leaves)
         else:
-            raise InputError(
-                f"{level}_optimizer must be a torch optimiser, its class, or a function of the parameters; got {shown(optimizer)}."
-            )
+            made = optimizer(leaves) if callable(optimizer) and not isinstance(optimizer, type) else None
+            if not isinstance(made, Optimizer):
+                returned = "" if made is None else f", which returned {shown(made)}"
+                raise InputError(
+                    f"{level}_optimizer must be a torch optimiser, its class, or a function of the parameters that returns one;"
+                    f" got {shown(optimizer)}{returned}."
+                )
+            self.optimizer = made
         # A plain tensor is trained through an alias that requires a gradient; an optimiser may hold either of the two.
         held = {p.data_ptr(): p for group in self.optimizer.param_groups for p in group["params"]}
         self._targets = [held.get(leaf.data_ptr(), leaf) for leaf in leaves]

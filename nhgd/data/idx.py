@@ -69,7 +69,7 @@ def _parse(file: BufferedIOBase, path: Path) -> np.ndarray[Any, np.dtype[np.uint
         raise InputError(f"{path} ends within its header. Download it again.")
     shape = struct.unpack(f">{head[3]}I", sizes)
     expected = math.prod(shape)
-    if expected > LARGEST:
+    if max(expected, *shape) > LARGEST:  # also where another length is 0: NumPy makes no such shape
         raise InputError(
             f"{path} claims {' x '.join(map(str, shape))} bytes, which is no image set: {LARGEST} are read at"
             " most. Download it again."
