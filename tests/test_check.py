@@ -158,7 +158,7 @@ def test_plan_allocates_nothing_of_the_size_it_speaks_of():
         plan = nhgd.plan(problem)
     by_name = {row["inverse"]: row for row in plan.rows}
     assert set(by_name) == set(INVERSES)
-    assert by_name["exact"]["bytes"] == 200_000**2 * 24
+    assert by_name["exact"]["bytes"] == 200_000**2 * 32
     assert "refused above max_dim" in by_name["exact"]["note"]
     assert not by_name["exact"]["fits"]
     assert "does not fit" in by_name["exact"]["note"]

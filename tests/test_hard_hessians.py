@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import nhgd
-from nhgd.inverse import CG, Exact, FisherDense, Identity, Neumann, Nystrom, QuadraticSGD, Refined
+from nhgd.inverse import CG, Broyden, Exact, FisherDense, Identity, Neumann, Nystrom, QuadraticSGD, Refined
 from nhgd.point import Point
 from nhgd.task import Cleaning
 from nhgd.task.inner_solver import lbfgs, newton, newton_cg
@@ -428,7 +428,7 @@ def test_a_fisher_matrix_of_a_sound_problem_is_not_complained_of(inverse: str) -
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_not_silently_wrong(dtype: torch.dtype) -> None:
-    """Curvature over three orders of magnitude drowns in the rounding errors of the products."""
+    """Curvature over three orders of magnitude: three digits are enough for columns of any scale, two are not."""
     torch.manual_seed(0)
     scales = torch.logspace(0, -1.5, 20)
     x, y = torch.randn(40, 20) * scales, torch.randn(40)
@@ -442,9 +442,129 @@ def test_half_precision_is_not_silently_wrong(dtype: torch.dtype) -> None:
         )
 
     exact = nhgd.hypergradient(problem(torch.float64), (x, y), (x, y), inverse="exact").grad
+    if dtype == torch.float16:
+        found = nhgd.hypergradient(problem(dtype), (x, y), (x, y), inverse="exact").grad
+        assert float(found) == pytest.approx(float(exact), rel=0.01)
+        return
     with pytest.warns(nhgd.InverseWarning, match="digits of"):
         found = nhgd.hypergradient(problem(dtype), (x, y), (x, y), inverse="exact").grad
     assert abs(float(found) - float(exact)) > 0.1 * abs(float(exact))
+
+
+# Parameters on scales of their own.
+
+
+def unscaled(scale: float, dtype: torch.dtype, twin: bool = False) -> Any:
+    """Least squares at its optimum with one column times `scale`; with `twin` a column occurs twice, so H is singular."""
+    torch.manual_seed(0)
+    x, other = (torch.cat([scale * normal(n, 1), normal(n, 3)], 1) for n in (100, 50))
+    y, target = (part @ torch.tensor([1 / scale, 1, -1, 2]).double() + 0.3 * normal(len(part)) for part in (x, other))
+    if twin:
+        x, other = (torch.cat([part, part[:, 3:]], 1) for part in (x, other))
+    theta = torch.linalg.pinv(x / x.norm(dim=0)) @ y / x.norm(dim=0)
+    x, y, other, target, theta = (part.to(dtype) for part in (x, y, other, target, theta))
+    problem = nhgd.Bilevel(
+        lambda t, v, b: nhgd.Losses((b[0] @ t - b[1]) ** 2, weights=v[b[2]].exp()),
+        lambda t, v, b: ((b[0] @ t - b[1]) ** 2).mean(),
+        theta,
+        torch.zeros(100, dtype=dtype),
+    )
+    return problem, (x, y, torch.arange(100)), (other, target)
+
+
+def scaled_truth(scale: float, twin: bool = False) -> Tensor:
+    """The same by the normal equations with the column scaled back, which change nothing but theta's units."""
+    problem, (x, y, _), (other, target) = unscaled(scale, torch.float64, twin)
+    theta = problem.theta.flat()
+    units = torch.ones(x.shape[1]).double()
+    units[0] = 1 / scale
+    u = 2 * (other * units).T @ (other @ theta - target) / len(other)
+    adjoint = torch.linalg.pinv(2 * (x * units).T @ (x * units) / len(x), rtol=1e-10) @ u
+    return -2 * (x @ theta - y) * (x @ (units * adjoint)) / len(x)
+
+
+def apart(found: Tensor, truth: Tensor) -> float:
+    return float((found.double() - truth).norm() / truth.norm())
+
+
+SINGLE = [
+    (scale, inverse, torch.float32)
+    for scale in (1e3, 1e4, 1e5)
+    for inverse in ("exact", "cg", Refined(Identity(), steps=40))
+]
+DOUBLE = [
+    (scale, inverse, torch.float64)
+    for scale in (1e4, 1e6, 1e9)
+    for inverse in ("exact", CG(tol=0), Refined(Identity(), steps=40, tol=0))
+]
+
+
+@pytest.mark.parametrize(("scale", "inverse", "dtype"), SINGLE + DOUBLE, ids=str)
+def test_a_badly_scaled_column_is_no_singular_hessian(scale: float, inverse: Any, dtype: torch.dtype) -> None:
+    found = nhgd.hypergradient(*unscaled(scale, dtype), inverse=inverse)
+    assert apart(found.grad, scaled_truth(scale)) < (1e-4 if dtype == torch.float32 else 1e-6)
+    assert "outside" not in found.stats.notes
+
+
+@pytest.mark.parametrize(("scale", "dtype"), [(1e3, torch.float32), (1e4, torch.float32), (1e8, torch.float64)])
+def test_broyden_goes_on_where_the_rest_is_badly_scaled(scale: float, dtype: torch.dtype) -> None:
+    """It is not exact there, but what it had found of the small directions it keeps."""
+    found = nhgd.hypergradient(*unscaled(scale, dtype), inverse=Broyden(tol=0))
+    assert apart(found.grad, scaled_truth(scale)) < 0.5
+
+
+@pytest.mark.parametrize(("scale", "dtype"), [(1e4, torch.float32), (1e8, torch.float64)])
+@pytest.mark.parametrize("twin", [False, True])
+def test_check_compares_badly_scaled_columns_with_the_whole_solution(
+    scale: float, dtype: torch.dtype, twin: bool
+) -> None:
+    """Of a column that occurs twice, one direction is zero, and the badly scaled ones are not."""
+    problem, inner, outer = unscaled(scale, dtype, twin)
+    report = nhgd.check(problem, inner, outer, inverses=["exact", CG(tol=0)])
+    assert report.reference["singular"] == twin
+    assert not twin or "1 of 5 eigenvalues are zero" in " ".join(report.advice)
+    truth = scaled_truth(scale, twin)
+    assert all(row["relative_error"] < 1e-4 and row["warning"] is None for row in report.rows)
+    assert apart(nhgd.hypergradient(problem, inner, outer, inverse="exact").grad, truth) < 1e-4
+
+
+def test_a_curvature_that_cancelled_to_rounding_is_zero() -> None:
+    """An intercept before a normalisation over the batch has no effect: its row of H holds rounding errors alone."""
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 4), torch.randn(60)
+
+    def scores(t: Tensor, x: Tensor) -> Tensor:
+        raw = x @ t[:4] + t[4]
+        return (raw - raw.mean()) / raw.std()
+
+    def found(dtype: torch.dtype) -> Tensor:
+        problem = nhgd.Bilevel(
+            lambda t, v, b: ((scores(t, b[0]) - b[1]) ** 2 * v).mean() + 0.1 * t[:4].square().sum(),
+            lambda t, v, b: (b[0] @ t[:4] + t[4] - b[1]).square().mean(),
+            torch.tensor([0.5, -0.3, 0.2, 0.1, 0.7]).to(dtype),
+            torch.ones(60, dtype=dtype),
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return nhgd.hypergradient(problem, (x.to(dtype), y.to(dtype)), (x.to(dtype), y.to(dtype)), "exact").grad
+
+    assert apart(found(torch.float32), found(torch.float64)) < 1e-3
+
+
+@pytest.mark.parametrize("inverse", ["exact", "cg"])
+def test_what_is_cut_is_told_where_it_matters(inverse: str) -> None:
+    """A small part of u along a direction that the inner problem leaves open, beside a large one along a steep one."""
+    basis = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).double())[0]
+    matrix = (basis @ torch.diag(torch.tensor([1.0, 1, 1, 0]).double()) @ basis.T).float()
+    u = (basis @ torch.tensor([1.0, 0, 0, 2e-4]).double()).float()
+    problem = nhgd.Bilevel(
+        lambda t, v, x: (0.5 * t @ matrix @ t - t @ v).expand(len(x)),
+        lambda t, v, x: t @ u,
+        torch.zeros(4),
+        torch.zeros(4),
+    )
+    with pytest.warns(nhgd.InverseWarning, match="outside of its range"):
+        nhgd.hypergradient(problem, torch.zeros(2), torch.zeros(2), inverse=inverse)
 
 
 # Runs.

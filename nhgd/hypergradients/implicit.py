@@ -21,6 +21,7 @@ from nhgd.point import OracleCalls, OuterGradient, Point
 from nhgd.problem import Bilevel
 
 VANISHED = 1e-10  # of the squared outer gradient: what the samples' squared gradients are nothing beside it
+CUT = 10.0  # of x: how long the part of it may be that was left out as rounding error
 LONG = 10.0  # the residual from which on the x of a learnt inverse is called too long
 
 
@@ -125,7 +126,7 @@ def _trouble(inverse: AbstractInverse, stats: SolveStats, u: Tensor) -> str | No
             f"{inverse.name} diverged: its residual grew to {residual:.2g}. Its step is too large for the curvature of"
             " this inner problem, or the Hessian is not positive definite. Lower the step, or use cg."
         )
-    if outside > torch.finfo(u.dtype).eps ** 0.5:
+    if outside > torch.finfo(u.dtype).eps ** 0.5 or notes.get("cut", 0.0) > CUT:
         digits = int(-math.log10(torch.finfo(u.dtype).eps))
         return (
             f"The inner Hessian is singular at this point, to the {digits} digits of {str(u.dtype).removeprefix('torch.')}, and"

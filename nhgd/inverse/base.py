@@ -30,7 +30,8 @@ class SolveStats:
             0.1, or True where it does not know its residual.
         notes: anything else worth knowing, by name. Those that every reader understands: `negative_curvature`, whether a
             direction with clearly negative curvature was met; `diverged`, whether the iteration grew; `outside`, the part of
-            u, of its length, that was seen to lie outside of the range of H.
+            u, of its length, that was seen to lie outside of the range of H; `cut`, beside it, how long the part of x that
+            was left out with it could be, of x's length.
         trouble: what is wrong with x, in a sentence with the remedy; None where nothing is known to be.
     """
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from nhgd.errors import NonFiniteError, counted, not_negative
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
 from nhgd.inverse.curvature import Curvature
+from nhgd.inverse.least_residual import GAIN
 from nhgd.point import Point
 from nhgd.variable import Variable
 
@@ -75,6 +76,7 @@ class Broyden(AbstractInverse):
         seen = Curvature("Broyden", u.dtype)
         s = x
         best, least = torch.zeros_like(u), size
+        sure: tuple[Tensor, float] | None = None
         taken, length = 0, float(r.norm())
         while True:
             if not math.isfinite(length):
@@ -89,7 +91,11 @@ class Broyden(AbstractInverse):
             taken += 1
             squared = float(y.dot(y))
             flat = 100 * seen.eps * seen.largest * float(s.norm())
-            if not squared**0.5 > flat:  # nothing is left in the range of H but rounding errors
+            if (
+                not squared**0.5 > flat and sure is None
+            ):  # perhaps nothing is left in the range of H but rounding errors
+                sure = best, least
+            if squared == 0:
                 break
             if self.line_search:
                 alpha = float(r.dot(y)) / squared
@@ -97,6 +103,10 @@ class Broyden(AbstractInverse):
             x, r = x + s, r - y
             length = float(r.norm())
             found.learn(s, y)
+        if sure is not None:
+            least = float((u - self._product(at, best)).norm())
+            if not least <= GAIN * sure[1]:
+                best, least = sure
         notes = {"iterations": taken, "last": length / size, "negative_curvature": seen.negative}
         return best, SolveStats(least / size, at.calls.hvps - before, least <= self.tol * size, notes)
 
@@ -123,7 +133,8 @@ class Broyden(AbstractInverse):
 
     @property
     def products(self) -> int | None:
-        """The steps, and the first x; a given start that is worse than zero costs one more."""
+        """The steps, and the first x; a given start that is worse than zero costs one more, and so does a flat
+        direction, after which the residual is taken anew."""
         return self.steps + 2
 
 

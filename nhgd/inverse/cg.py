@@ -25,11 +25,12 @@ class CG(AbstractInverse):
         r = u - H x,  p = r
         repeat:  alpha = r.r / p.Hp;  x += alpha p;  r_new = r - alpha Hp;  p = r_new + (r_new.r_new / r.r) p
 
-    It stops after `steps` products, when |r| <= tol |u|, or when the curvature along p, p.Hp / p.p, is no larger than the
-    rounding error of the largest one seen. In the last case the Hessian is not positive definite: where the curvature is
-    clearly negative, `notes["negative_curvature"]` is True; else H is singular, and what is left of u, the fraction
-    `notes["outside"]` of its length, lies outside of the range of H. In both cases, and wherever the residual of the last
-    iterate is longer than u or than ten times the least seen, x is the iterate of least residual.
+    It stops after `steps` products, when |r| <= tol |u|, or when the curvature along p is not positive. Where it is clearly
+    negative, `notes["negative_curvature"]` is True. Where it is no larger than the rounding error of the largest one seen, p may
+    belong to a badly scaled parameter, or H may be singular: the iteration goes on, and one product more tells whether the
+    residual truly fell. Where it did not, x is what it was before, and what is left of u, the fraction `notes["outside"]` of
+    its length, lies outside of the range of H. In both cases, and wherever the residual of the last iterate is longer than u
+    or than ten times the least seen, x is the iterate of least residual.
 
     Args:
         steps: products at most.
@@ -68,18 +69,25 @@ class CG(AbstractInverse):
         while not rr**0.5 <= tol * size and taken < self.steps:
             hp = self._product(at, p)
             taken += 1
-            if not seen.positive(p, hp, taken):
+            going = seen.positive(p, hp, taken)
+            if seen.vanished:
+                best.doubt()
+            if not going:
                 break
             alpha = rr / seen.last
             x.add_(p, alpha=alpha)
             r.sub_(hp, alpha=alpha)
             rr, old = float(r.dot(r)), rr
+            if best.lost(rr**0.5):
+                break
             best.note(x, r, rr**0.5)
             p.mul_(rr / old).add_(r)
-        sound = not (seen.negative or seen.vanished)
-        found, length = best.unless_sound(x, rr**0.5, size) if sound else (best.x, best.length)
+        found, length = (best.x, best.length) if seen.negative else best.unless_sound(x, rr**0.5, size)
+        if seen.vanished and not seen.negative:
+            found, length, real = best.confirmed(found, lambda x: u - self._product(at, x))
+            seen.vanished = not real
         residual = length / size
-        notes = {"iterations": taken, **seen.notes(residual)}
+        notes = {"iterations": taken, **seen.notes(found, length, size)}
         return found, SolveStats(residual, at.calls.hvps - before, residual <= tol, notes)
 
     def _product(self, at: Point, x: Tensor) -> Tensor:
@@ -92,5 +100,5 @@ class CG(AbstractInverse):
 
     @property
     def products(self) -> int | None:
-        """At most `steps`, one more to try a given start."""
+        """At most `steps`, one more to try a given start, and one where the curvature is of rounding size."""
         return self.steps

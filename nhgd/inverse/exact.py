@@ -22,10 +22,12 @@ class Exact(AbstractInverse):
 
         x = (H + damping I)^+ u
 
-    A positive definite H is solved by Cholesky, any other by its eigenvalues, where those of rounding size, below
-    max(10, sqrt(D)) eps times the largest, count as zero: x is then the shortest of those with the least residual. eps is
-    that of theta's dtype, whose products these are; the solve itself is in float64. `notes` say whether H is
-    `positive_definite`, whether it has `negative_curvature`, and which part of u lies `outside` of its range.
+    Rows and columns are scaled first, so that a badly scaled parameter is no small eigenvalue (`Factorised`). A positive
+    definite H is then solved by Cholesky, any other by its eigenvalues, where those of rounding size, below
+    max(10, sqrt(D)) eps times the largest, count as zero: x is the shortest of those with the least residual. eps is that of
+    theta's dtype, whose products these are; the solve itself is in float64. `notes` say whether H is `positive_definite`,
+    whether it has `negative_curvature`, which part of u lies `outside` of its range, and how much longer than x what was
+    `cut` could have been.
 
     Args:
         damping: added to the diagonal.
@@ -50,7 +52,7 @@ class Exact(AbstractInverse):
         x, residual, outside = found.solve(u)
         notes: dict[str, Any] = {"positive_definite": found.definite, "negative_curvature": found.negative}
         if found.null:
-            notes |= {"outside": outside, "null": found.null}
+            notes |= {"outside": outside, "null": found.null, "cut": found.cut(u)}
         return x, SolveStats(residual, at.calls.hvps - before, residual < 1e-6, notes)
 
     def operator(self, state: Any, at: Point) -> Callable[[Tensor], Tensor]:
@@ -69,8 +71,8 @@ class Exact(AbstractInverse):
         return Factorised(hessian, at.problem.theta.dtype)
 
     def memory(self, theta: Variable) -> int:
-        """Three times H in float64, which its eigenvalues need."""
-        return theta.numel**2 * 24
+        """Four times H in float64, which its eigenvalues need."""
+        return theta.numel**2 * 32
 
     @property
     def products(self) -> int | None:
@@ -79,7 +81,9 @@ class Exact(AbstractInverse):
 
 
 def dense(at: Point, tick: Callable[[float], None] = lambda done: None, chunk: int = 8) -> Tensor:
-    """The inner Hessian as an array (D, D), symmetrised, in float64: D products, some of them in one vectorised pass.
+    """The inner Hessian as an array (D, D) in float64: D products, some of them in one vectorised pass.
+
+    It is symmetric but for the rounding errors of its products.
 
     Args:
         tick: told the fraction done after each pass.
@@ -92,60 +96,104 @@ def dense(at: Point, tick: Callable[[float], None] = lambda done: None, chunk: i
         unit.diagonal(first).fill_(1.0)
         rows.append(at.hvps(unit).double())
         tick((first + len(unit)) / at.numel)
-    hessian = torch.cat(rows)
-    return (hessian + hessian.T) / 2
+    return torch.cat(rows)
 
 
 class Factorised:
     """A symmetric matrix, factorised: by Cholesky where it is clearly positive definite, else by its eigenvalues.
 
+    Both are of the scaled matrix S, H = D S D with a diagonal D, in which the largest entry of every row is 1; for a positive
+    semidefinite H, D^2 is its diagonal. An entry is a sum of products of two derivatives, and its rounding error is a share of
+    their sizes: S, not H, has the same error everywhere, and a direction is lost in rounding only where its eigenvalue is small
+    in S. What a sum was before it cancelled shows in how far H is from symmetric, and counts as the size of an entry.
+
+    Where eigenvalues of S are of rounding size, their vectors N count as its null space, and D^{-1} N spans that of H.
+
     Args:
-        matrix: (D, D), float64.
+        matrix: (D, D), float64, symmetric but for rounding errors.
         dtype: that its entries were computed in, whose rounding errors they carry.
 
     Attributes:
         definite: whether every eigenvalue is above rounding size.
         negative: whether one is below zero by more than that.
         null: how many are of rounding size.
-        smallest, largest: the least eigenvalue, None where it was not needed, and a bound on the largest.
+        smallest, largest: eigenvalues where one is negative; else None, and a bound on the largest.
     """
 
     def __init__(self, matrix: Tensor, dtype: torch.dtype) -> None:
         if not bool(torch.isfinite(matrix).all()):
             raise NonFiniteError("Exact: the Hessian holds nan or inf.")
-        self.matrix = matrix
-        share = max(10.0, len(matrix) ** 0.5) * torch.finfo(dtype).eps
+        self.matrix = (matrix + matrix.T) / 2
+        self._eps = eps = torch.finfo(dtype).eps
+        self._scale = _equilibrating((matrix - matrix.T).abs_().div_(2 * eps).maximum(self.matrix.abs()))
+        scaled = self.matrix / self._scale / self._scale[:, None]
         self.definite, self.negative, self.null = True, False, 0
         self.smallest: float | None = None
-        self.largest = float(matrix.norm())
-        self._factor, info = torch.linalg.cholesky_ex(matrix)
+        self.largest = float(self.matrix.norm())
         self._values = self._vectors = None
-        if int(info) == 0 and _least_eigenvalue(self._factor) > share * self.largest:
+        self._open = self.matrix.new_zeros(len(matrix), 0)
+        share = max(10.0, len(matrix) ** 0.5) * eps
+        self._factor, info = torch.linalg.cholesky_ex(scaled)
+        if int(info) == 0 and _least_eigenvalue(self._factor) > share * float(scaled.norm()):
             return
         del self._factor
         # On the CPU: a GPU's solver can fail on many equal eigenvalues.
-        values, vectors = (part.to(matrix.device) for part in torch.linalg.eigh(matrix.cpu()))
-        self.smallest, self.largest = float(values[0]), float(values.abs().max())
-        kept = values.abs() > share * self.largest
+        values, vectors = (part.to(matrix.device) for part in torch.linalg.eigh(scaled.cpu()))
+        self._rounding = share * float(values.abs().max())
+        kept = values.abs() > self._rounding
         self.null = int((~kept).sum())
         self.negative = bool((values[kept] < 0).any())
         self.definite = not self.null and not self.negative
+        if self.negative:
+            spectrum = torch.linalg.eigvalsh(self.matrix.cpu())
+            self.smallest, self.largest = float(spectrum[0]), float(spectrum.abs().max())
         self._values, self._vectors = values[kept], vectors[:, kept]
+        if self.null:
+            self._open = torch.linalg.qr(vectors[:, ~kept] / self._scale[:, None])[0]
 
     def solve(self, u: Tensor) -> tuple[Tensor, float, float]:
         """x in u's dtype, its relative residual, and the part of u that lies outside of the range, of u's length."""
         b = u.double()
         size = b.norm().clamp_min(torch.finfo(torch.float64).tiny)
-        outside = 0.0
-        if self._values is None or self._vectors is None:
-            x = torch.cholesky_solve(b[:, None], self._factor)[:, 0]
-        else:
-            seen = self._vectors.T @ b
-            x = self._vectors @ (seen / self._values)
-            if self.null:
-                outside = float((b - self._vectors @ seen).norm() / size)
+        left = self._open @ (self._open.T @ b)
+        x = self._one(b - left)
+        if self.null:
+            shortest = x - self._open @ (self._open.T @ x)
+            # What is cut need not be quite zero in few digits: then the shortest solves nothing.
+            if float((self.matrix @ shortest - b + left).norm() / size) <= self._eps**0.5:
+                x = shortest
         residual = float((self.matrix @ x - b).norm() / size)
-        return x.to(u.dtype), residual, outside
+        return x.to(u.dtype), residual, float(left.norm() / size)
+
+    def cut(self, u: Tensor) -> float:
+        """How long the part of x that was left out with the null space could be, of x's length; both scaled."""
+        if self._vectors is None:
+            return 0.0
+        b = u.double() / self._scale
+        inside = self._vectors.T @ b
+        x = float((inside / self._values).norm())
+        lost = float((b - self._vectors @ inside).norm()) / max(self._rounding, torch.finfo(torch.float64).tiny)
+        return lost / x if x > 0 else float(lost > 0)
+
+    def _one(self, b: Tensor) -> Tensor:
+        """An x for a b within the range."""
+        b = b / self._scale
+        if self._values is None or self._vectors is None:
+            return torch.cholesky_solve(b[:, None], self._factor)[:, 0] / self._scale
+        found: Tensor = self._vectors @ ((self._vectors.T @ b) / self._values)
+        return found / self._scale
+
+
+def _equilibrating(sizes: Tensor, rounds: int = 12) -> Tensor:
+    """d with max_j sizes_ij / (d_i d_j) = 1 in every row i; 1 for a row of zeros.
+
+    References: D. Ruiz, A scaling algorithm to equilibrate both rows and columns norms in matrices, 2001.
+    """
+    d = torch.ones(len(sizes), dtype=sizes.dtype, device=sizes.device)
+    for _ in range(rounds):
+        most = (sizes / d).amax(1) / d
+        d = torch.where(most > 0, d * most.sqrt(), 1.0)
+    return d
 
 
 def _least_eigenvalue(factor: Tensor, steps: int = 4) -> float:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import torch
 from torch import Tensor
+
+GAIN = 0.9  # of the residual at the first doubt: what comes below it is no rounding error
 
 
 class LeastResidual:
@@ -30,6 +34,12 @@ class LeastResidual:
     def __init__(self, x: Tensor, r: Tensor) -> None:
         self.x, self._r = x.clone(), r.clone()
         self.length = float(r.norm())
+        self._sure: tuple[Tensor, float] | None = None
+
+    def doubt(self) -> None:
+        """From here on residuals may be nothing but rounding errors: what was the best at the first doubt is kept."""
+        if self._sure is None:
+            self._sure = self.x.clone(), self.length
 
     def note(self, x: Tensor, r: Tensor, length: float) -> None:
         """One more iterate, its residual and the length of that."""
@@ -52,3 +62,17 @@ class LeastResidual:
         up to twice as near as the combination. Where it is not sound, it can be anything.
         """
         return (x, length) if length <= min(size, 10 * self.length) else (self.x, self.length)
+
+    def lost(self, length: float) -> bool:
+        """Whether a residual of this length, after a doubt, shows that the iteration follows rounding errors alone."""
+        return self._sure is not None and not length * torch.finfo(self.x.dtype).eps <= self._sure[1]
+
+    def confirmed(self, x: Tensor, residual: Callable[[Tensor], Tensor]) -> tuple[Tensor, float, bool]:
+        """x, the length of its residual, and True, where that, taken anew, is clearly below what it was at the first doubt.
+
+        Otherwise what was the best then, and False.
+        """
+        if self._sure is None:
+            return self.x, self.length, True
+        length = float(residual(x).norm())
+        return (x, length, True) if length <= GAIN * self._sure[1] else (*self._sure, False)

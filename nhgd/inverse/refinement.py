@@ -34,9 +34,9 @@ class Refined(AbstractInverse):
                  p = z_new + (r_new.z_new / r.z) p
 
     One step from zero gives x = alpha M^{-1} u, the cheap correction of the scale of M. Products run over the batches of
-    the point: one, several or all data. It stops early on negative curvature, and `notes["negative_curvature"]` is True; and
-    on a curvature of rounding size, where what is left of u, `notes["outside"]`, lies outside of the range of H. x is then the
-    iterate of least residual, as in `CG`; on negative curvature in the very first step it is M^{-1} u itself, shortened where its
+    the point: one, several or all data. It stops early on negative curvature, and `notes["negative_curvature"]` is True; and,
+    as in `CG`, a curvature of rounding size that leads to no smaller residual means that what is left of u, `notes["outside"]`,
+    lies outside of the range of H. x is then the iterate of least residual; on negative curvature in the very first step it is M^{-1} u itself, shortened where its
     product is more than ten times as long as u.
 
     Args:
@@ -126,28 +126,39 @@ class Refined(AbstractInverse):
         while best.length / size > self.tol and taken < self.steps:
             hp = product(p)
             taken += 1
-            if not seen.positive(p, hp, taken):
+            going = seen.positive(p, hp, taken)
+            if seen.vanished:
+                best.doubt()
+            if not going:
                 break
             if not rz > 0:  # a positive inverse never gives this, one made from a Hessian with negative curvature may
                 seen.negative, seen.vanished = rz < 0, rz == 0
+                if seen.vanished:
+                    best.doubt()
                 break
             alpha = rz / seen.last
             x.add_(p, alpha=alpha)
             r.sub_(hp, alpha=alpha)
-            best.note(x, r, float(r.norm()))
+            length = float(r.norm())
+            if best.lost(length):
+                break
+            best.note(x, r, length)
             if best.length / size <= self.tol or taken == self.steps:
                 break
             z = precondition(r)
             rz, old = float(r.dot(z)), rz
             p = z + (rz / old) * p
-        sound = not (seen.negative or seen.vanished)
-        found, length = best.unless_sound(x, float(r.norm()), size) if sound else (best.x, best.length)
+        found, length = (best.x, best.length) if seen.negative else best.unless_sound(x, float(r.norm()), size)
+        if seen.vanished and not seen.negative:
+            found, length, real = best.confirmed(found, lambda x: u - product(x))
+            seen.vanished = not real
+        said = seen.notes(found, length, size)
         residual = length / size
         if seen.negative and untouched and taken == 1:
             length = float(hp.norm())
             shrink = 1.0 if length <= 10 * size else size / length
             found, residual = shrink * z, float((r - shrink * hp).norm()) / size
-        notes = {"iterations": taken, **seen.notes(residual), "inverse": self.inverse.name}
+        notes = {"iterations": taken, **said, "inverse": self.inverse.name}
         return found, SolveStats(residual, at.calls.hvps - before, residual <= self.tol, notes)
 
     def operator(self, state: Any, at: Point) -> Callable[[Tensor], Tensor]:
@@ -178,6 +189,7 @@ class Refined(AbstractInverse):
 
     @property
     def products(self) -> int | None:
-        """At most `steps`, one more to try a given start, and those of the inverse inside at each of them."""
+        """At most `steps`, one more to try a given start, one where the curvature is of rounding size, and those of the inverse
+        inside at each step."""
         inside = self.inverse.products
         return None if inside is None else self.steps * (1 + inside)
