@@ -494,7 +494,7 @@ def _losses(result: InnerResult, batch: Batch) -> Losses:
             raise InputError(
                 f"inner() returned {values.shape[0]} losses for a batch of {samples} samples. Return one for each sample."
             )
-        if samples is None and len(found) > 1 and values.shape[0] in found.values():
+        if samples is None and len(set(found.values())) > 1 and values.shape[0] in found.values():
             raise InputError(_uneven(found))
     if values.dtype.itemsize < 4:  # a mean over many samples would lose what half precision has
         values = values.float()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -241,3 +242,38 @@ def test_a_packed_sequence_is_moved_by_itself() -> None:
     assert at.calls.samples == 4
     with pytest.raises(nhgd.InputError, match="is a UserDict, which yields no batches"):
         nhgd.Solver(problem, UserDict(x=torch.zeros(2)), batches)
+
+
+BESIDE = {
+    "graphs": lambda n: Graphs(normal(3), normal(3), torch.arange(3)),
+    "graphs of as many": lambda n: Graphs(normal(n), normal(n), torch.arange(n)),
+    "packed": lambda n: pack_sequence([normal(2 + i % 3, 2) for i in range(n)], enforce_sorted=False),
+    "numbers": np.arange,
+    "other numbers": lambda n: np.zeros(3),
+    "strings": lambda n: np.array(["a"] * n),
+}
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+@pytest.mark.parametrize("inverse", ["cg", "kfac"])
+def test_what_lies_beside_the_tensors_changes_nothing(kind: str, inverse: str) -> None:
+    torch.manual_seed(0)
+    batch = (normal(16, 4), normal(16), torch.arange(16))
+    net = nn.Linear(4, 1).double()
+    problem = nhgd.Bilevel(
+        lambda m, v, b: (0.5 * (m(b[0])[:, 0] - b[1]) ** 2, v[b[2]]),
+        lambda m, v, b: (m(b[0])[:, 0] - 1).square().mean(),
+        net,
+        normal(16).sigmoid(),
+        l2=0.05,
+    )
+    alone = nhgd.hypergradient(problem, batch, batch, inverse=inverse).grad
+    beside = (*batch, BESIDE[kind](16))
+    torch.testing.assert_close(nhgd.hypergradient(problem, beside, beside, inverse=inverse).grad, alone)
+    with pytest.raises(nhgd.InputError, match=r"different lengths: .*\[4\] has 5 rows"):
+        nhgd.hypergradient(problem, (*beside, torch.zeros(5)), batch, inverse=inverse)
+
+
+def test_numpy_arrays_do_not_hide_how_many_samples_there_are() -> None:
+    assert common_length((torch.zeros(3, 2), np.array(["a", "b"]))) == 3
+    assert common_length((torch.zeros(3, 2), Graphs(torch.zeros(3), torch.zeros(3), torch.zeros(3)))) is None

@@ -140,9 +140,17 @@ def lengths(batch: Batch) -> dict[str, int]:
 
 
 def common_length(batch: Batch) -> int | None:
-    """The number of samples, when all tensors agree on it and nothing else holds numbers of its own."""
+    """The number of samples, when all tensors agree on it and no object of another kind holds tensors of its own.
+
+    NumPy arrays, of ids or strings beside the tensors, have no say.
+    """
     found = set(lengths(batch).values())
-    return found.pop() if len(found) == 1 and next(_others(batch), None) is None else None
+    return found.pop() if len(found) == 1 and not _hidden(batch) else None
+
+
+def _hidden(batch: Batch) -> bool:
+    """Whether an object of another kind may hold samples."""
+    return any(not isinstance(thing, np.ndarray) for _, thing in _others(batch))
 
 
 def sizes(batches: Sequence[Batch], name: str) -> list[int]:
@@ -153,7 +161,7 @@ def sizes(batches: Sequence[Batch], name: str) -> list[int]:
     """
     found = [common_length(batch) for batch in batches]
     differ = len({tuple(lengths(batch).items()) for batch in batches}) > 1
-    hidden = len(batches) > 1 and any(next(_others(batch), None) is not None for batch in batches)
+    hidden = len(batches) > 1 and any(_hidden(batch) for batch in batches)
     if None in found and (differ or hidden):
         raise InputError(
             f"It is unclear how many samples each batch of {name} has, so they cannot count by their sizes. Give tensors, in"
