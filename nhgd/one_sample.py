@@ -45,11 +45,15 @@ class OneSampleGradients:
             theta = self.problem.theta
             with unmoved(theta.device), self.problem.guarded(seed=0), torch.no_grad():
                 with theta.nearby():
-                    finite = bool(torch.isfinite(self.problem.losses(batch).values).all())
-                    if finite:
-                        self._compare(batch)
-                if not finite:
-                    self._compare(batch)
+                    try:
+                        known = bool(torch.isfinite(self.problem.losses(batch).values).all())
+                        trouble = self._influence(batch) if known else None
+                    except Exception:  # the user's function may not know such a place
+                        known = False
+                if not known:
+                    trouble = self._influence(batch)
+            if trouble is not None:
+                raise InputError(trouble)
 
     def rows(self, batch: Batch, losses: Losses, names: tuple[str, ...], seeds: Tensor | None) -> Tensor:
         """Rows sqrt(w_i) s_i, or sqrt(w_i) s_ik for K seeds, of the named parameters, (K B, D_named)."""
@@ -85,8 +89,8 @@ class OneSampleGradients:
         ]
         return _weighted(torch.stack(found).to(_precision(theta.dtype)), losses)
 
-    def _compare(self, batch: Batch) -> None:
-        """Refuse a first or last sample that has another loss in other company: alone, or among copies of itself.
+    def _influence(self, batch: Batch) -> str | None:
+        """How a first or last sample has another loss in other company: alone, or among copies of itself; None: it has not.
 
         This is asked at a theta nearby: where losses vanish, as at a perfect fit, there would be nothing to see but rounding.
         """
@@ -94,12 +98,12 @@ class OneSampleGradients:
         before = standing(theta.device)
         together = self.problem.losses(batch).values
         if standing(theta.device) != before:
-            return  # dropout and the like: two passes differ anyway
+            return None  # dropout and the like: two passes differ anyway
         size = float(together.abs().max())
         rounding = 1e3 * max(torch.finfo(leaf.dtype).eps for leaf in theta.leaves)
         if not torch.allclose(self.problem.losses(batch).values, together, rtol=rounding, atol=rounding * size):
             self.noisy = True
-            return
+            return None
         for i in {0, samples - 1}:
             # Alone, other kernels may round differently, in half precision visibly; among copies, hardly ever.
             copies = _picked(batch, [i] * samples, samples)
@@ -109,11 +113,12 @@ class OneSampleGradients:
             )
             for loss, company, most in zip(found, ("among copies of itself", "alone"), (1e-3, 2e-2), strict=True):
                 if not torch.allclose(loss, together[i], rtol=5 * most, atol=most * size):
-                    raise InputError(
+                    return (
                         f"The loss of sample {i} is {float(together[i]):.4g} in its batch and {float(loss):.4g} {company}, so"
                         " samples influence each other. Per-sample curvature needs independent samples in the first"
                         " dimension (no batch statistics, batch-first sequences)."
                     )
+        return None
 
     def _vectorised(self, batch: Batch, names: tuple[str, ...], seeds: Tensor | None) -> Tensor:
         """(K, B, D_other)."""

@@ -161,15 +161,16 @@ class Variable:
 
     @contextmanager
     def nearby(self, part: float = 0.1) -> Iterator[None]:
-        """Inside, every leaf stands a part of its size away: what is zero by accident or by design is not zero there.
+        """Inside, every entry stands a part of its size away: what is zero by accident or by design is not zero there.
 
-        The leaves are the same objects, in backward passes too, and get their own memory back. Draws from torch's generator.
+        Signs stay, because a variance or a rate is positive. A zero moves by a part of the others' size. The leaves are the same objects, in backward passes too, and get their own memory back. Draws from torch's generator.
         """
         kept = [leaf.data for leaf in self.leaves]
         try:
             for leaf in self.leaves:
                 size = leaf.data.norm() / max(1, leaf.numel()) ** 0.5
-                step = part * torch.where(size > 0, size, torch.ones_like(size))
+                size = torch.where(size > 0, size, torch.ones_like(size))
+                step = part * torch.where(leaf.data == 0, size, leaf.data.abs())
                 leaf.data = leaf.data + step * torch.randn_like(leaf)
             yield
         finally:

@@ -1075,3 +1075,49 @@ def test_rounding_at_vanishing_losses_is_no_influence(dtype: torch.dtype, seed: 
     problem.inner = lambda t, v, b: 0.5 * (b[0] @ t - b[1] + (b[0] @ t - b[1]).mean()) ** 2 + 0 * v
     with pytest.raises(nhgd.InputError, match="samples influence each other"):  # and at a perfect fit it is seen too
         Recorder(problem, "sample").step((x, x @ theta))
+
+
+class Heteroscedastic(nn.Module):
+    """A mean for each sample, and scales of very different sizes, of which none may be negative."""
+
+    def __init__(self, scales: list[float]) -> None:
+        super().__init__()
+        self.mean = nn.Linear(5, len(scales))
+        self.scale = nn.Parameter(torch.tensor(scales))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not bool((self.scale >= 0).all()):
+            raise ValueError("a scale is negative")
+        return (self.mean(x) * (1 + self.scale)).sum(1)
+
+
+@pytest.mark.parametrize("scales", [[1.0, 0.02], [1.0, 1e-6], [0.0, 2.0]])
+@pytest.mark.parametrize("inverse", ["kfac", "fisher_window", "fisher_diagonal"])
+@pytest.mark.parametrize("seed", range(3))
+def test_positive_parameters_stay_positive_while_samples_are_looked_at(
+    scales: list[float], inverse: str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    batch = (normal(16, 5), normal(16), torch.arange(16))
+    problem = nhgd.Bilevel(
+        lambda m, v, b: ((m(b[0]) - b[1]) ** 2, v[b[2]]),
+        lambda m, v, b: ((m(b[0]) - b[1]) ** 2).mean(),
+        Heteroscedastic(scales).double(),
+        torch.ones(16).double(),
+        l2=0.1,
+    )
+    assert bool(torch.isfinite(nhgd.hypergradient(problem, batch, batch, inverse=inverse, seed=seed).grad).all())
+
+
+def test_where_nothing_is_known_nearby_samples_are_compared_at_theta_itself() -> None:
+    torch.manual_seed(0)
+    theta = normal(4)
+    here = theta.clone()
+
+    def inner(t: Tensor, v: Tensor, b: tuple[Tensor, Tensor]) -> Tensor:
+        assert torch.equal(t.detach(), here), "not trained for this"
+        return (b[0] @ t - b[1] + (b[0] @ t).mean()) ** 2 * v
+
+    problem = nhgd.Bilevel(inner, lambda t, v, b: t.sum(), theta, torch.ones(()).double())
+    with pytest.raises(nhgd.InputError, match="samples influence each other"):
+        nhgd.hypergradient(problem, (normal(6, 4), normal(6)), torch.zeros(2), inverse="fisher_window")
