@@ -98,3 +98,13 @@ def _number(value: object) -> bool:
 def _finite(value: object) -> str:
     """A word more for what is above everything."""
     return "finite and " if value == float("inf") else ""
+
+
+def percent(share: float) -> str:
+    """A share in percent, to two digits, or whole where it has more.
+
+    >>> percent(0.00123), percent(0.5), percent(1.0), percent(4.7)
+    ('0.12', '50', '100', '470')
+    """
+    value = 100 * share
+    return f"{value:.0f}" if 99.5 <= value < 1e5 else f"{value:.2g}"

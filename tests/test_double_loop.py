@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import cycle
 
 import pytest
@@ -243,6 +244,24 @@ def test_amigo_halves_a_step_that_it_found_itself_when_x_diverges():
     assert betas[0] == pytest.approx(3 / 10.02, rel=1e-6)
     assert betas[-1] in (betas[0] / 2, betas[0] / 4)
     assert all(row["hypergradient_norm"] < 1e3 for row in running.history)
+
+
+@pytest.mark.parametrize("beta", [None, 1.0])
+def test_amigo_does_not_complain_of_a_step_that_it_mends(beta):
+    """The third outer step meets a curvature that no step before had: 1 / lambda_max of the first batches is too long."""
+    problem = nhgd.Bilevel(
+        lambda theta, v, batch: 0.5 * batch * (theta - v).square(),
+        lambda theta, v, batch: 0.5 * (theta - 1).square().sum(),
+        torch.zeros(1, dtype=torch.float64),
+        torch.zeros(1, dtype=torch.float64),
+    )
+    data = [torch.tensor([c], dtype=torch.float64) for c in (*[1.0] * 10, *[7.0] * 40)]
+    running = nhgd.Solver(problem, data, [None], AmIGO(K=3, beta=beta), inner_steps=1, inner_lr=0.1, outer_lr=1e-3)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        running.run(steps=10)
+    assert any(row["poor_solve"] for row in running.history)
+    assert [str(warning.message).startswith("sgd diverged") for warning in said] == [True] * (beta is not None)
 
 
 def vrbo_by_hand(make, halves, steps, q):

@@ -16,6 +16,8 @@ from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse import QuadraticSGD
 from nhgd.inverse.spectrum import largest_eigenvalue
 
+HALVINGS = 4  # of a beta that was found here: what more it takes is said aloud
+
 
 @dataclass
 class AmIGOState:
@@ -64,6 +66,7 @@ class AmIGO(AbstractAlgorithm):
     def init(self, stage: Stage) -> AmIGOState:
         """x begins at zero, and comes near a solution over many outer steps."""
         stage.complaints.patient = True
+        stage.complaints.mends = HALVINGS if self.beta is None else 0
         return AmIGOState(None, self.beta)
 
     def step(self, stage: Stage, state: AmIGOState) -> tuple[AmIGOState, StepInfo]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nhgd.data.batch import Batch
-from nhgd.errors import InverseWarning
+from nhgd.errors import InverseWarning, percent
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
 from nhgd.inverse.base import POOR, AbstractInverse, SolveStats
 from nhgd.inverse.learning import learn
@@ -30,16 +30,21 @@ class Complaints:
 
     Attributes:
         patient: whether a residual that is merely large is in order, because x goes on from one outer step to the next.
+        mends: how many more solves may diverge without a word, because the method lowers its step after each.
     """
 
     def __init__(self) -> None:
         self.spoken = False
         self.patient = False
+        self.mends = 0
 
     def about(self, stats: SolveStats) -> None:
         """Warn of the trouble of a solve, unless that was done before."""
         unsound = stats.notes.get("negative_curvature") or stats.notes.get("diverged") or stats.notes.get("outside")
         if stats.trouble is None or self.spoken or (self.patient and not unsound):
+            return
+        if stats.notes.get("diverged") and self.mends:
+            self.mends -= 1
             return
         self.spoken = True
         _warn(f"{stats.trouble} This is said once a run; poor_solves in its stats counts the outer steps it holds for.")
@@ -114,10 +119,11 @@ def _trouble(inverse: AbstractInverse, stats: SolveStats, u: Tensor) -> str | No
     """What is wrong with the x of a solve, and what to do about it; None where nothing is known to be."""
     notes, residual = stats.notes, stats.residual
     outside = notes.get("outside", 0.0)
+    matrix = "generalised Gauss-Newton matrix" if getattr(inverse, "matrix", None) == "ggn" else "inner Hessian"
     left = "" if residual is None else f" (residual {residual:.2g})"
     if notes.get("negative_curvature"):
         return (
-            f"The inner Hessian is not positive definite at this point: {inverse.name} met negative curvature{left}, so theta"
+            f"The {matrix} is not positive definite at this point: {inverse.name} met negative curvature{left}, so theta"
             " is no inner minimum there and the implicit formula does not hold. Train the inner problem further, add l2, or"
             " set damping."
         )
@@ -129,8 +135,8 @@ def _trouble(inverse: AbstractInverse, stats: SolveStats, u: Tensor) -> str | No
     if outside > torch.finfo(u.dtype).eps ** 0.5 or notes.get("cut", 0.0) > CUT:
         digits = int(-math.log10(torch.finfo(u.dtype).eps))
         return (
-            f"The inner Hessian is singular at this point, to the {digits} digits of {str(u.dtype).removeprefix('torch.')}, and"
-            f" {100 * outside:.2g} % of the outer gradient lies outside of its range: the outer loss depends on directions that"
+            f"The {matrix} is singular at this point, to the {digits} digits of {str(u.dtype).removeprefix('torch.')}, and"
+            f" {percent(outside)} % of the outer gradient lies outside of its range: the outer loss depends on directions that"
             f" the inner problem leaves open, and {inverse.name} leaves them out{left}. Add l2, set damping, or let the"
             " products run over more data."
         )
@@ -143,10 +149,10 @@ def _trouble(inverse: AbstractInverse, stats: SolveStats, u: Tensor) -> str | No
         )
     if residual is not None and residual > POOR and stats.hvps:
         more = "" if inverse.counts is None else f" Give it more {inverse.counts};"
+        other = "" if inverse.name == "refined" else "a preconditioner (refined), "
         return (
             f"{inverse.name} ended with a relative residual of {residual:.2g}: its x does not solve H x = u.{more or ' Then'} use"
-            " a preconditioner (refined), l2 or damping where the inner Hessian is close to singular, or more data in the"
-            " products."
+            f" {other}l2 or damping where the {matrix} is close to singular, or more data in the products."
         )
     return None
 
