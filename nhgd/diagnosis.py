@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nhgd.data.batch import Batch
-from nhgd.errors import InputError
+from nhgd.errors import InputError, percent
 from nhgd.point import OuterGradient, Point
 from nhgd.progress import Tick
 from nhgd.reference import Dense, Iterative, Reference, Solved
@@ -169,7 +169,7 @@ def _of_products(found: Diagnosis) -> list[str]:
     if found.symmetric:
         return []
     return [
-        f"Hessian products are not symmetric: a.Hb and b.Ha differ by {100 * found.asymmetry:.2g} % for random a and b. A"
+        f"Hessian products are not symmetric: a.Hb and b.Ha differ by {percent(found.asymmetry)} % for random a and b. A"
         " Hessian is symmetric, so an operation inside inner() has a wrong second derivative (on a CPU torch's weight_norm has"
         " one), and all that products enter is off by about as much: the reference, too. Write that operation out in"
         " elementary ones, such as weight = g * v / v.norm(dim=1, keepdim=True)."
@@ -198,7 +198,7 @@ def _of_the_hessian(found: Diagnosis, size: int) -> list[str]:
         )
         if solved.outside > 1e-6:
             said.append(
-                f"{100 * solved.outside:.2g} % of the outer gradient lies outside of the range of the inner Hessian: the outer"
+                f"{percent(solved.outside)} % of the outer gradient lies outside of the range of the inner Hessian: the outer"
                 " loss depends on directions that the inner problem leaves open, and no x solves H x = u. Add l2, set damping,"
                 " or let the products run over more data (inner_data=)."
             )
@@ -216,7 +216,7 @@ def _of_the_optimum(found: Diagnosis) -> str:
         return f"How far theta is from an inner optimum cannot be told here ({gradient})."
     if found.open:
         return (
-            f"How far theta is from an inner optimum cannot be told: {100 * found.open:.2g} % of the inner gradient"
+            f"How far theta is from an inner optimum cannot be told: {percent(found.open)} % of the inner gradient"
             f" ({found.gradient:.1e}) points where the inner Hessian has no curvature. Train the inner problem further."
         )
     if found.distance is None:
@@ -236,8 +236,8 @@ def _of_fisher(found: Diagnosis) -> list[str]:
         return ["inner() returns a scalar, so there is no Fisher matrix and the Fisher inverses do not apply."]
     if found.fisher is None:
         return ["The inner Hessian is zero, so there is nothing to compare the Fisher matrix with."]
-    along = "" if found.apart is None else f", {100 * found.apart:.2g} % along the solution"
-    far = f"The empirical Fisher matrix is {100 * found.fisher:.2g} % away from the Hessian{along}"
+    along = "" if found.apart is None else f", {percent(found.apart)} % along the solution"
+    far = f"The empirical Fisher matrix is {percent(found.fisher)} % away from the Hessian{along}"
     worst = max(found.fisher, found.apart or 0.0)
     if worst < 0.1:
         return [f"{far}: an inverse that learns it well needs no Hessian products."]

@@ -646,6 +646,10 @@ class Solver:
 
     def _diagnosed(self, error: NonFiniteError) -> NhgdError:
         """The sentence a user needs: what became non-finite, at which step, and why as far as can be seen."""
+        try:  # whose square roots the records hold
+            self.problem.check_weight(self.problem.lowest_weight())
+        except InputError as negative:
+            return negative
         step = self.stage.clock.k + 1
         batches = [("inner", batch) for batch in self.stage.recent] + [("outer", self.stage.outer.last)]
         for level, batch in batches:

@@ -636,3 +636,46 @@ def test_the_inner_problem_of_cleaning_is_solved_at_the_ridge_of_the_paper() -> 
     instance = task.build(0, torch.device("cpu"))
     assert instance.solve_inner() <= 1e-6
     assert float(oracles.gradient(instance.problem, instance.full_inner).norm()) <= 1e-6
+
+
+# What is said.
+
+
+def test_percentages_and_remedies_read_well() -> None:
+    """All of u is outside of the range: 100 %. And nobody is told to use what is in use."""
+    problem = nhgd.Bilevel(
+        lambda t, v, x: (t @ v) * x,
+        lambda t, v, x: t.sum(),
+        torch.ones(3).double(),
+        torch.ones(3).double(),
+    )
+    x = torch.ones(2).double()
+    with pytest.warns(nhgd.InverseWarning, match=" 100 % of the outer gradient"):
+        nhgd.hypergradient(problem, x, x, inverse="exact")
+    assert "100 % of the outer gradient" in " ".join(nhgd.check(problem, x, x, inverses=["cg"]).advice)
+    problem, inner, outer = made(rank_deficient, 0)
+    with pytest.warns(nhgd.InverseWarning, match=r"Give it more steps; use l2 or damping"):
+        nhgd.hypergradient(problem, inner, outer, inverse=Refined(Identity(), steps=2))
+    with pytest.warns(
+        nhgd.InverseWarning, match=r"Give it more steps; use a preconditioner \(refined\), l2 or damping"
+    ):
+        nhgd.hypergradient(problem, inner, outer, inverse="cg-2")
+
+
+def test_a_singular_gauss_newton_matrix_is_called_that() -> None:
+    torch.manual_seed(0)
+    inner, outer = (normal(4, 9), normal(4)), (normal(20, 9), normal(20))
+
+    def losses(net: nn.Module, v: Tensor, batch: Any) -> nhgd.Losses:
+        scores = net(batch[0])
+        return nhgd.Losses(0.5 * (scores[:, 0] - batch[1]) ** 2 * v, outputs=scores)
+
+    problem = nhgd.Bilevel(
+        losses,
+        lambda m, v, b: (m(b[0])[:, 0] - b[1]).square().mean(),
+        nn.Linear(9, 1).double(),
+        torch.ones(()).double(),
+        likelihood="gaussian",
+    )
+    with pytest.warns(nhgd.InverseWarning, match="The generalised Gauss-Newton matrix is singular"):
+        nhgd.hypergradient(problem, inner, outer, inverse=Refined(Identity(), steps=30, matrix="ggn"))

@@ -484,7 +484,7 @@ def test_negative_weights_after_the_first_batch_are_noticed(method: str) -> None
     problem, inner_data, outer_data = regression(0.05, v, True)
     before = problem.v.flat()
     solver = nhgd.Solver(problem, inner_data, outer_data, method=method, inner_lr=0.01, inner_steps=2, outer_lr=1e-6)
-    with pytest.raises(nhgd.NhgdError, match=r"(?i)weight.* is -0\.2\..*must be at least 0: clamp them"):
+    with pytest.raises(nhgd.InputError, match=r"(?i)weight.* is -0\.2\..*must be at least 0: clamp them"):
         solver.run(steps=3)
     torch.testing.assert_close(problem.v.flat(), before, rtol=0, atol=1e-3)
 
