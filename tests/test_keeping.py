@@ -431,6 +431,49 @@ def test_a_folder_that_is_deleted_under_a_run_is_made_again(what, tmp_path):
     assert_same(whole, expected, continued, continued.run(steps=1))
 
 
+@pytest.mark.parametrize("operation", ["mkdir", "hash_file", "write_file", "to_disk", "rename"])
+def test_a_folder_that_is_deleted_while_a_checkpoint_is_written_is_made_again(operation, tmp_path, monkeypatch):
+    kind = quadratic("nhgd")
+    whole = kind.solver()
+    expected = whole.run(steps=6)
+    solver = kind.solver(checkpoint=tmp_path / "a", checkpoint_every=1)
+    for _ in range(3):
+        solver.step()
+    owner = os if hasattr(os, operation) else files
+    real = getattr(owner, operation)
+
+    def after_the_folder_is_gone(*given: Any, **more: Any) -> Any:
+        monkeypatch.setattr(owner, operation, real)
+        shutil.rmtree(tmp_path / "a")
+        return real(*given, **more)
+
+    monkeypatch.setattr(owner, operation, after_the_folder_is_gone)
+    with pytest.warns(UserWarning, match=r"were taken away during the run\. It goes on"):
+        solver.step()
+    assert solver.checkpoint.last() == f" The last good checkpoint is {tmp_path / 'a'}, outer step 4."
+    solver.step()
+    solver.close()
+    assert len(names(tmp_path / "a")) == 2
+    continued = kind.resumed(tmp_path / "a")
+    assert_same(whole, expected, continued, continued.run(steps=1))
+
+
+def test_a_folder_that_cannot_be_made_again_ends_the_run_with_a_sentence(tmp_path, monkeypatch):
+    solver = quadratic("nhgd").solver(checkpoint=tmp_path / "a", checkpoint_every=1)
+    solver.step()
+    real = files.write_file
+
+    def replaced(*given: Any) -> None:
+        shutil.rmtree(tmp_path / "a", ignore_errors=True)
+        (tmp_path / "a").touch()
+        real(*given)
+
+    monkeypatch.setattr(files, "write_file", replaced)
+    with pytest.raises(nhgd.RunError, match=r"cannot be written: .*Name another place for the checkpoints\.$"):
+        solver.step()
+    assert (tmp_path / "a").is_file()
+
+
 # The history.
 
 

@@ -165,26 +165,40 @@ class Keeper:
         """Keep the run as it stands between two outer steps."""
         began = time.monotonic()
         document, tensors = self._document(stage, state, rest)
-        self._make_sure_of_the_folder()
-        number = max(self._known, default=0) + 1
-        self._known.add(number)
-        try:
-            kept = files.write(
-                self.path,
-                number,
-                document,
-                tensors,
-                history,
-                lambda i: pack_row(history[i], f"history/{i}"),
-                self._kept,
-            )
-        except Unkept as found:
-            raise _unkept(found) from found
+        kept = self._on_disk(document, tensors, history)
         self._kept = [*self._kept[-1:], kept]
         self.step = stage.clock.k
         files.tidy(self.path, {one.number for one in self._kept}, self.lock.excludes)
         self._written = time.monotonic()
         self._took = self._written - began
+
+    def _on_disk(
+        self, document: dict[str, Any], tensors: dict[str, torch.Tensor], history: Sequence[Any]
+    ) -> files.Kept:
+        """Write one; where the folder is taken away meanwhile, once more."""
+        for tries_left in (2, 1, 0):
+            try:
+                self._make_sure_of_the_folder()
+                number = max(self._known, default=0) + 1
+                self._known.add(number)
+                return files.write(
+                    self.path,
+                    number,
+                    document,
+                    tensors,
+                    history,
+                    lambda i: pack_row(history[i], f"history/{i}"),
+                    self._kept,
+                )
+            except Unkept as found:
+                raise _unkept(found) from found
+            except RunError:
+                if not (tries_left and self._is_taken_away()):
+                    raise
+        raise AssertionError
+
+    def _is_taken_away(self) -> bool:
+        return self.lock.lost() or any(files.gone(self.path, kept.number) for kept in self._kept[-1:])
 
     def _make_sure_of_the_folder(self) -> None:
         """Make it again where it was taken away; where another run has come into it, this one may not write there."""
