@@ -737,6 +737,35 @@ def test_a_second_signal_ends_a_command_at_once(tmp_path):
     assert names(tmp_path) == ["sign"]
 
 
+@pytest.mark.parametrize("moment", ["summary", "drawing", "printing"])
+def test_a_signal_after_the_numbers_were_written_says_where_they_are(moment, tmp_path):
+    """The first one ends the run early in the case of the summary; the second one is that which does not wait."""
+    out, place = tmp_path / "o", tmp_path / "c"
+    program = (
+        "import dataclasses, os, signal, nhgd, nhgd.cli.run as command; from nhgd.cli import main\n"
+        "def end(*given): os.kill(os.getpid(), signal.SIGTERM)\n"
+        "def end_twice(*given): end(); end()\n"
+        "def advance(solver, advanced=nhgd.Solver._advance):\n"
+        "    if solver.stage.clock.k == 2: end()\n"
+        "    return advanced(solver)\n"
+        "def build(*given, built=nhgd.task.Quadratic.build):\n"
+        "    return dataclasses.replace(built(*given), summary=end)\n"
+    )
+    program += {
+        "summary": "nhgd.Solver._advance = advance\nnhgd.task.Quadratic.build = build\n",
+        "drawing": "nhgd.Solution.plot = end_twice\n",
+        "printing": "command.print_json = end_twice\n",
+    }[moment]
+    words = [*RUN, "--steps", "3" if moment != "summary" else "1000000", "--out", str(out), "--checkpoint", str(place)]
+    found = subprocess.run(
+        [sys.executable, "-c", f"{program}main()\n", *words, "--json"], capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 143, found.stderr
+    assert strict_json((out / "result.json").read_text())["partial"] is (moment == "summary")
+    known = f"The last good checkpoint is {place}, outer step 3. What was reached is in {out}."
+    assert strict_json(found.stdout) == {"error": f"Stopped by SIGTERM. {known}"}
+
+
 # Forged checkpoints.
 
 

@@ -103,10 +103,15 @@ def _unwritable(path: Path, error: OSError) -> InputError:
 
 
 class Folder:
-    """A folder for results. Every file appears whole or not at all."""
+    """A folder for results. Every file appears whole or not at all.
+
+    Attributes:
+        holds_some: whether one has appeared.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.holds_some = False
 
     def write(self, name: str, make: Callable[[Path], Any]) -> Path:
         """Let `make` write a file of another name beside, then give it its own."""
@@ -136,6 +141,7 @@ class Folder:
                 to_disk(draft)
             for final, draft in zip(finals, drafts, strict=True):
                 os.replace(draft, final)
+                self.holds_some = True
         except OSError as error:
             raise RunError(f"{final} could not be written: {error.strerror or error}.") from error
         finally:
@@ -162,7 +168,10 @@ class Folder:
 
 @contextmanager
 def folder(path: Path | None) -> Iterator[Folder | None]:
-    """The folder, made and tried out; it is taken away again when the block fails before anything was written."""
+    """The folder, made and tried out; it is taken away again when the block fails before anything was written.
+
+    When the block is interrupted after that, it is said where to look.
+    """
     if path is None:
         yield None
         return
@@ -179,7 +188,13 @@ def folder(path: Path | None) -> Iterator[Folder | None]:
             with suppress(OSError):
                 trial.unlink(missing_ok=True)
             raise _unwritable(path, error) from error
-        yield Folder(path)
+        made_ready = Folder(path)
+        try:
+            yield made_ready
+        except KeyboardInterrupt as stop:
+            if made_ready.holds_some:
+                stop.args = (f"{stop} What was reached is in {path}.".strip(),)
+            raise
     except BaseException:
         for made in missing:
             try:

@@ -190,19 +190,18 @@ def run(
                 "out": None if out is None else str(out),
             }
             if answer["partial"] and place is not None:
-                _write_numbers(
-                    place, answer, solution
-                )  # at once: the metrics of some tasks take longer than one may be given
+                # At once: the metrics of some tasks take longer than one may be given.
+                _write_numbers(place, answer, solution)
             answer["metrics"] = instance.summary(solution)
             written = [] if place is None else _write(place, answer, solution, instance.pictures)
+            if as_json:
+                print_json(answer)
+            else:
+                _tell(answer, written)
         except KeyboardInterrupt as stop:
             # It says what lies on disk then.
             stop.args = ("" if solver.checkpoint is None else solver.checkpoint.last().strip(),)
             raise
-    if as_json:
-        print_json(answer)
-    else:
-        _tell(answer, written)
     if answer["partial"] and asked.number is not None:
         known = "" if solver.checkpoint is None else solver.checkpoint.last()
         print(
