@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeGuard
+from typing import Any, Literal, NoReturn
 
-import numpy as np
 import torch
 
 from nhgd import execution as executions
@@ -180,8 +179,8 @@ class Solver:
         checkpoint_every: int | str | None = None,
         overwrite: bool = False,
     ) -> None:
+        project, project_v = _projections(project, project_v)
         given = {name: value for name, value in locals().items() if name not in ("self", *_MATERIAL)}
-        _check_projections(project, project_v)
         check_seed(seed)
         if checkpoint is not None:
             check_name("checkpoint", checkpoint)
@@ -697,8 +696,12 @@ def seconds(budget: str | float) -> float:
     >>> seconds("1.5m")
     90.0
     """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|m|h)?\s*", str(budget))
-    found = float(match[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[match[2]] if match else 0.0
+    budget = number(budget)
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|m|h)?\s*", budget) if isinstance(budget, str) else None
+    if match:
+        found = float(match[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[match[2]]
+    else:
+        found = float(budget) if _is_number(budget) else 0.0
     if not 0 < found < float("inf"):
         raise InputError(f"A budget is a time such as 30, '60s', '5m' or '1h', got {budget!r}.")
     return found
@@ -734,17 +737,23 @@ def _by_name(found: Any) -> dict[str, Any]:
     return {name: number(value) for name, value in found.items()}
 
 
-def _check_projections(project: Projection, project_v: Projection) -> None:
-    if project is not None and not callable(project) and not (_is_number(project) and project > 0):
-        raise InputError(f"project must be a radius above 0 or a function of theta, got {shown(project)}.")
-    if project_v is None or callable(project_v):
-        return
-    bounds: list[Any] = list(project_v) if isinstance(project_v, (tuple, list)) else []
-    numbers = len(bounds) == 2 and all(_is_number(bound) for bound in bounds)
-    if not (numbers and bounds[0] < bounds[1]):
-        got = repr(project_v) if numbers else shown(project_v)
-        raise InputError(f"project_v must be a box (low, high) with low < high or a function of v, got {got}.")
+def _projections(project: Any, project_v: Any) -> tuple[Projection, Projection]:
+    """The radius and the box in Python's numbers; functions as they are."""
+    if project is not None and not callable(project):
+        radius = number(project)
+        if not (_is_number(radius) and radius > 0):
+            raise InputError(f"project must be a radius above 0 or a function of theta, got {shown(project)}.")
+        project = radius
+    if project_v is not None and not callable(project_v):
+        is_row = isinstance(project_v, (tuple, list)) or getattr(project_v, "ndim", 0) == 1
+        bounds = [number(bound) for bound in project_v] if is_row else []
+        numbers = len(bounds) == 2 and all(_is_number(bound) for bound in bounds)
+        if not (numbers and bounds[0] < bounds[1]):
+            got = repr(tuple(bounds)) if numbers else shown(project_v)
+            raise InputError(f"project_v must be a box (low, high) with low < high or a function of v, got {got}.")
+        project_v = (bounds[0], bounds[1])
+    return project, project_v
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
-    return fitted(value, float) is value or isinstance(value, np.number)
+def _is_number(value: Any) -> bool:
+    return fitted(value, float) is value

@@ -2,7 +2,7 @@
 
 A class of settings inherits from `Validated`, a function is decorated by `validated`. Types are checked first, then what the
 class itself asks of its values; where both would complain, the class's own sentence is the better one and is kept. Numbers
-of NumPy, and tensors that hold one number, become Python's.
+of NumPy, and tensors that hold one number, become Python's; so do texts of NumPy and of an Enum.
 """
 
 from __future__ import annotations
@@ -173,11 +173,20 @@ def fitted(value: Any, hint: Any) -> Any:
     if origin in (Union, UnionType):
         return next((fit for fit in (fitted(value, one) for one in get_args(hint)) if fit is not _NOTHING), _NOTHING)
     if origin is Literal:
-        return value if type(value) in {type(choice) for choice in get_args(hint)} else _NOTHING
+        kinds = {type(choice) for choice in get_args(hint)}
+        return (
+            fitted(value, str)
+            if isinstance(value, str) and str in kinds
+            else value
+            if type(value) in kinds
+            else _NOTHING
+        )
     if hint is None or origin is NoneType:
         return value if value is None else _NOTHING
     if origin in (bool, int, float):
         return _number(value, origin)
+    if origin is str:  # NumPy's too, and those of an Enum
+        return value if type(value) is str else str.__str__(value) if isinstance(value, str) else _NOTHING
     if origin is Path:
         return value if isinstance(value, os.PathLike) and isinstance(os.fspath(value), str) else _NOTHING
     if origin is Callable:
@@ -209,7 +218,7 @@ def _number(value: Any, kind: type) -> Any:
         if value.ndim > 0 or value.requires_grad or value.is_complex() or value.device.type == "meta":
             return _NOTHING
         value = value.item()
-    elif isinstance(value, np.generic):
+    elif isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         value = value.item()
     if kind is bool or isinstance(value, bool):
         return value if kind is bool and isinstance(value, bool) else _NOTHING
@@ -217,7 +226,10 @@ def _number(value: Any, kind: type) -> Any:
         return value if isinstance(value, int) and abs(value) <= LARGEST else _NOTHING
     if isinstance(value, int):
         return value if abs(value) <= sys.float_info.max else _NOTHING
-    return value if isinstance(value, float) else float(value) if isinstance(value, Real) else _NOTHING
+    try:
+        return value if isinstance(value, float) else float(value) if isinstance(value, Real) else _NOTHING
+    except OverflowError:
+        return _NOTHING
 
 
 def _several(value: Any, hint: Any, origin: Any) -> Any:
@@ -237,7 +249,10 @@ def _several(value: Any, hint: Any, origin: Any) -> Any:
     found = [fitted(item, kind) for item, kind in zip(value, kinds, strict=True)]
     if any(fit is _NOTHING for fit in found):
         return _NOTHING
-    return value if all(a is b for a, b in zip(found, value, strict=True)) else type(value)(found)
+    if all(a is b for a, b in zip(found, value, strict=True)):
+        return value
+    made = getattr(value, "_make", type(value))  # as a named tuple has it
+    return made(found)
 
 
 def _check_choice(owner: str, name: str, value: Any, hint: Any) -> None:

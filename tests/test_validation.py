@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from nhgd.inverse import CG, INVERSES, AbstractInverse, SolveStats
 from nhgd.likelihood import LIKELIHOODS
 from nhgd.problem import Bilevel
 from nhgd.schedule import Schedule
+from nhgd.solve import seconds
 from nhgd.task import TASKS
 from nhgd.validation import fitted
 
@@ -326,3 +328,91 @@ def test_one_inverse_is_a_list_of_one() -> None:
     for one in ("cg", CG()):
         assert [row["inverse"] for row in nhgd.check(toy(), X, X, inverses=one).rows] == ["cg"]
         assert [row["inverse"] for row in nhgd.plan(toy(), inverses=one).rows] == ["cg"]
+
+
+@pytest.mark.parametrize("make", [float, np.float32, np.int64, np.array, torch.tensor, Fraction])
+def test_a_radius_and_a_box_may_be_numbers_of_any_kind(make: Callable[[int], Any]) -> None:
+    made = solver(project=make(2), project_v=(make(0), make(1)))
+    made.run(steps=2)
+    assert float(made.problem.theta.flat().abs()) <= 2
+    assert 0 < float(made.problem.v.flat()) <= 1
+    kept = made.stage.settings
+    assert all(type(one) in (int, float) for one in (kept.project, *kept.project_v))
+
+
+@pytest.mark.parametrize("box", [[0, 1], np.array([0.0, 1.0]), torch.tensor([0.0, 1.0])])
+def test_a_box_may_be_any_pair(box: Any) -> None:
+    assert solver(project_v=box).stage.settings.project_v == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"project": True},
+        {"project": np.array([1.0, 2.0])},
+        {"project": torch.tensor(0.0)},
+        {"project": Fraction(10) ** 400},
+        {"project_v": np.array(1.0)},
+        {"project_v": torch.zeros(2, 2)},
+        {"project_v": np.array([1.0, 0.0])},
+        {"project_v": (False, True)},
+        {"project_v": "01"},
+    ],
+)
+def test_a_radius_and_a_box_that_are_none_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(nhgd.InputError, match=r"^project(_v)? must be a (radius above 0|box \(low, high\))"):
+        solver(**settings)
+
+
+class Chosen(str, enum.Enum):
+    EXACT = "exact"
+
+
+@pytest.mark.parametrize("text", [np.str_("exact"), Chosen.EXACT])
+def test_texts_of_numpy_and_of_an_enum_are_texts(text: str) -> None:
+    made = nhgd.inverse.KFAC(fisher=text)
+    assert made == nhgd.inverse.KFAC(fisher="exact")
+    assert type(made.fisher) is str
+    assert type(fitted(text, str | None)) is str
+    with pytest.raises(nhgd.InputError, match="exakt"):
+        nhgd.inverse.KFAC(fisher=np.str_("exakt"))
+
+
+class Pair(NamedTuple):
+    low: float
+    high: float
+
+
+def test_a_named_tuple_stays_one() -> None:
+    found = fitted(Pair(np.float64(1), np.float64(2)), tuple[float, float])
+    assert found == Pair(1.0, 2.0)
+    assert type(found) is Pair
+    assert type(found.low) is float
+
+
+def test_a_number_is_no_truth_value() -> None:
+    """What is 1 was meant as a number, perhaps for the setting beside; NumPy's truth values are what they say."""
+    data = torch.zeros(4, 2)
+    with pytest.raises(nhgd.InputError, match="shuffle must be True or False, got 1"):
+        nhgd.Data(data, batch=2, shuffle=1)
+    nhgd.Data(data, batch=2, shuffle=np.bool_(True))
+
+
+@pytest.mark.parametrize("estimator", [nhgd.LabelCleaner, nhgd.DatasetDistiller])
+@pytest.mark.parametrize("settings", [{"verbose": 0}, {"verbose": 1}, {"device": torch.device("cpu")}])
+def test_estimators_take_what_is_customary(estimator: Any, settings: dict[str, Any]) -> None:
+    rows = np.random.default_rng(0).normal(size=(40, 2))
+    labels = (rows[:, 0] > 0).astype(int)
+    trusted = (rows[:8], labels[:8]) if estimator is nhgd.LabelCleaner else ()
+    estimator(steps=2, **settings).fit(rows, labels, *trusted)
+
+
+@pytest.mark.parametrize("budget", [1e-5, 1e20, np.float32(0.5), torch.tensor(2.0), Fraction(1, 3), 3])
+def test_a_budget_may_be_any_number_above_zero(budget: Any) -> None:
+    assert seconds(budget) == pytest.approx(float(budget))
+
+
+@pytest.mark.parametrize("budget", [0.0, -1e-5, float("inf"), float("nan"), True, "1e-5x", "", "-1"])
+def test_a_budget_that_is_no_time_is_refused(budget: Any) -> None:
+    with pytest.raises(nhgd.InputError, match="A budget is a time such as 30"):
+        seconds(budget)

@@ -58,7 +58,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         batch_size: samples an inner step sees; memory is bounded by it and by the data itself.
         held_out: the part of the data that stands for the trusted set when none is given.
         robustness: q of the bounded loss, in (0, 1].
-        device: where to train, "cpu" or "cuda".
+        device: where to train, "cpu", "cuda" or a torch.device.
         verbose: show a progress bar; None: on a terminal only.
         random_state: seed or generator.
 
@@ -88,8 +88,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         batch_size: int = 1024,
         held_out: float = 0.2,
         robustness: float = 0.7,
-        device: str = "cpu",
-        verbose: bool | None = False,
+        device: str | torch.device = "cpu",
+        verbose: bool | int | None = False,
         random_state: Any = None,
     ) -> None:
         self.steps = steps
@@ -252,7 +252,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             outer_lr=Decay(0.05, final=0.05, hold=0.3),
             seed=seed,
         )
-        self.history_ = solver.run(steps=self.steps, progress=self.verbose).history
+        self.history_ = solver.run(
+            steps=self.steps, progress=None if self.verbose is None else bool(self.verbose)
+        ).history
         return model, v.detach()
 
     def _fit_final(self, given: Split, weights: Tensor, trusted: list[Split]) -> None:

@@ -42,7 +42,7 @@ class DatasetDistiller(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  #
         lr: the first step size of the samples, in deviations of the data; it falls to 0.
         batch_size: training samples that an outer step sees. Beside the data itself, memory is bounded by it.
         scale: "all": one mean and one deviation for all features, as suits pixels; "feature": one of each.
-        device: where to learn, "cpu" or "cuda".
+        device: where to learn, "cpu", "cuda" or a torch.device.
         verbose: show a progress bar; None: on a terminal only.
         random_state: seed or generator.
 
@@ -76,8 +76,8 @@ class DatasetDistiller(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  #
         lr: float = 0.06,
         batch_size: int = 4096,
         scale: str = "all",
-        device: str = "cpu",
-        verbose: bool | None = False,
+        device: str | torch.device = "cpu",
+        verbose: bool | int | None = False,
         random_state: Any = None,
     ) -> None:
         self.per_class = per_class
@@ -128,7 +128,9 @@ class DatasetDistiller(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  #
             outer_optimizer=torch.optim.Adam,
             seed=seed,
         )
-        solution = solver.run(steps=self.steps, budget=self.budget, progress=self.verbose)
+        solution = solver.run(
+            steps=self.steps, budget=self.budget, progress=None if self.verbose is None else bool(self.verbose)
+        )
         self.history_: list[Row] = solution.history
         self.n_iter_ = len(self.history_)
         found, _ = trained(architecture, v.cpu(), labels.cpu(), classes, self.l2, seed)
