@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import hashlib
 import json
@@ -26,7 +27,7 @@ import torch
 
 import nhgd
 from benchmarks import file_faults
-from nhgd.checkpoint import Saved, disk, files
+from nhgd.checkpoint import Saved, disk, files, lock
 from nhgd.checkpoint.files import newest, numbered
 from nhgd.cli.output import Folder
 from nhgd.execution import Thread
@@ -431,6 +432,71 @@ def test_a_folder_that_is_deleted_under_a_run_is_made_again(what, tmp_path):
     assert_same(whole, expected, continued, continued.run(steps=1))
 
 
+@pytest.mark.parametrize("place", [None, 5, b"b", "", "b\0"])
+def test_a_run_goes_on_in_a_folder_that_can_be(place, tmp_path):
+    kind = kept(tmp_path / "a")
+    with pytest.raises(nhgd.InputError, match=r"(?i)folder|name"):
+        kind.resumed(tmp_path / "a", checkpoint=place)
+    if place is not None:
+        with pytest.raises(nhgd.InputError):
+            kind.resumed(place)
+
+
+def test_a_lock_needs_no_room_on_the_disk(tmp_path, small_disk):
+    small_disk(0)
+    try:
+        solver = quadratic("nhgd").solver(checkpoint=tmp_path / "a")
+        assert names(tmp_path / "a") == ["lock"]
+        with pytest.raises(nhgd.InputError, match=r"is in use by another run\. Wait"):
+            second_lock(tmp_path / "a")
+        solver.close()
+    finally:
+        small_disk(None)
+    assert names(tmp_path) == []
+
+
+def second_lock(path: Path) -> None:
+    """As another process would try: the one of this process is asked not to give way."""
+    (held,) = (one for key, one in lock._held.items() if key == os.path.realpath(path))
+    held.busy = True
+    try:
+        lock.Lock(path).acquire()
+    finally:
+        held.busy = False
+
+
+def test_a_folder_without_locks_is_spoken_of_once(tmp_path, monkeypatch):
+    def refused(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", refused)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        solver = quadratic("nhgd").solver(checkpoint=tmp_path / "a", checkpoint_every=1)
+        solver.run(steps=2)
+        solver.run(steps=2)
+        kept(tmp_path / "b")
+    found = [str(one.message) for one in said if "cannot be locked" in str(one.message)]
+    assert [sentence.split()[0] for sentence in found] == [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_an_interruption_leaves_nothing_half_removed(tmp_path, monkeypatch):
+    solver = quadratic("nhgd").solver(checkpoint=tmp_path / "a", checkpoint_every=1)
+    for _ in range(2):
+        solver.step()
+    real = os.rmdir
+
+    def interrupted(*given: Any, **more: Any) -> None:
+        monkeypatch.setattr(os, "rmdir", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rmdir", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="outer step 3"):
+        solver.step()
+    solver.close()
+    assert names(tmp_path / "a") == ["checkpoint-000002", "checkpoint-000003"]
+
+
 @pytest.mark.parametrize("operation", ["mkdir", "hash_file", "write_file", "to_disk", "rename"])
 def test_a_folder_that_is_deleted_while_a_checkpoint_is_written_is_made_again(operation, tmp_path, monkeypatch):
     kind = quadratic("nhgd")
@@ -527,6 +593,46 @@ def test_rows_after_the_checkpoint_that_is_gone_on_from_are_not_seen_again(tmp_p
     found = continued.run(steps=9)
     assert timeless(found.history) == timeless(expected.history)
     assert timeless(kind.resumed(tmp_path / "a").history) == timeless(expected.history)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_a_loop_adds_to_a_row_is_kept(every, tmp_path):
+    kind = quadratic("nhgd")
+    solver = kind.solver(checkpoint=tmp_path / "a", checkpoint_every=every)
+    for i, row in enumerate(solver):
+        row["mine"] = i
+        if i == 6:
+            break
+    solver.save()
+    assert [row["mine"] for row in kind.resumed(tmp_path / "a").history] == list(range(7))
+
+
+@pytest.mark.parametrize("more", [1, 3, 6])
+def test_a_history_that_was_cleared_is_kept_as_it_is(more, tmp_path):
+    kind = quadratic("nhgd")
+    solver = kind.solver(checkpoint=tmp_path / "a", checkpoint_every=100)
+    solver.run(steps=4)
+    solver.history.clear()
+    solver.run(steps=more)
+    assert kind.resumed(tmp_path / "a").history == solver.history
+    assert [row["step"] for row in solver.history] == list(range(5, 5 + more))
+
+
+def test_a_copy_of_the_folder_that_shares_its_files_is_left_as_it_is(tmp_path):
+    kind = quadratic("nhgd")
+    solver = kind.solver(checkpoint=tmp_path / "a", checkpoint_every=1)
+    solver.run(steps=6)
+    shutil.copytree(tmp_path / "a", tmp_path / "b", copy_function=os.link)
+    before = {file: file.read_bytes() for file in (tmp_path / "b").rglob("*") if file.is_file()}
+    solver.run(steps=9)
+    assert {file: file.read_bytes() for file in before} == before
+    copied = kind.resumed(tmp_path / "b")
+    for _ in range(4):
+        copied.step()
+    copied.close()
+    assert len(kind.resumed(tmp_path / "a", checkpoint=tmp_path / "c").history) == 15
+    for place in ("a", "b"):
+        assert {file.stat().st_nlink for file in (tmp_path / place).rglob("history.jsonl")} == {1}
 
 
 def test_rows_may_hold_tensors_and_what_is_no_number(tmp_path):

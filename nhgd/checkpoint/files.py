@@ -166,7 +166,7 @@ def write(
     except _failures() as error:
         raise RunError(f"The checkpoint in {path} could not be written: {_why(error)}.") from error
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        _remove(draft)
     return Kept(number, written)
 
 
@@ -176,13 +176,26 @@ def tidy(path: Path, keep: set[int], drafts: bool) -> None:
         for number, place in numbered(path):
             if number not in keep:
                 gone = path / f"{_DRAFT}{os.getpid()}-{number}"
-                os.rename(place, gone)
-                shutil.rmtree(gone, ignore_errors=True)
-                gone.unlink(missing_ok=True)
+                try:
+                    os.rename(place, gone)
+                finally:
+                    _remove(gone)
     with contextlib.suppress(OSError, InputError):
         for name in os.listdir(path):
             if drafts and name.startswith(_DRAFT):
                 shutil.rmtree(path / name, ignore_errors=True)
+
+
+def _remove(place: Path) -> None:
+    """Take away a folder, or what has taken its place; an interruption waits until that is done."""
+    try:
+        shutil.rmtree(place, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            place.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from nhgd.checkpoint.lock import Lock
 from nhgd.checkpoint.settings import packed, to_continue
 from nhgd.checkpoint.tree import Classes, Unkept, expected, pack, pack_row, unpack
 from nhgd.errors import InputError, NhgdError, RunError
+from nhgd.path import check_name
 from nhgd.problem import Bilevel
 
 USUAL = 30.0  # seconds
@@ -35,6 +36,7 @@ class Saved:
 
     def __init__(self, path: str | Path) -> None:
         self.path = as_path(path)
+        check_name("The folder of a checkpoint", self.path)
         self.seen = {number for number, _ in files.numbered(self.path)}
         found, wrong = files.read(self.path)
         self.document, self.tensors, self.rows, self.kept = found.contents, found.tensors, found.rows, found.kept
@@ -57,6 +59,12 @@ class Saved:
         with self.readable("settings"):
             found = to_continue(self.path, self.document["settings"], given, problem)
         chosen = {"checkpoint": self.path} | found
+        if chosen["checkpoint"] is None:
+            raise InputError(
+                f"A run that goes on is kept. Leave checkpoint away, and it is written to {self.path} again, or name another"
+                " folder."
+            )
+        check_name("checkpoint", as_path(chosen["checkpoint"]))
         if _same(chosen["checkpoint"], self.path):
             chosen["overwrite"] = True  # what lies there is this run itself
         return chosen

@@ -26,6 +26,7 @@ NAME = "lock"
 _UNKNOWN_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _held: dict[str, Lock] = {}  # those of this process, by the true path of their folder
 _one_at_a_time = threading.RLock()
+_spoken_of: set[str] = set()  # folders that cannot be locked, of which the user has heard
 
 
 class Lock:
@@ -116,8 +117,9 @@ class Lock:
                 here = os.fstat(handle)
                 there = os.stat(self.folder / NAME)
                 if (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino):
-                    os.ftruncate(handle, 0)
-                    os.write(handle, json.dumps({"process": os.getpid(), "machine": socket.gethostname()}).encode())
+                    with contextlib.suppress(OSError):  # a full disk keeps no one out
+                        os.ftruncate(handle, 0)
+                        os.write(handle, json.dumps({"process": os.getpid(), "machine": socket.gethostname()}).encode())
                     return handle
             except FileNotFoundError:
                 pass  # the one that had it has just taken the file away
@@ -138,13 +140,19 @@ class Lock:
         except OSError as failed:
             if failed.errno not in _UNKNOWN_HERE:
                 raise
+            self._warn(failed)
+            return False
+        return True
+
+    def _warn(self, failed: OSError) -> None:
+        place = os.path.realpath(self.folder)
+        if place not in _spoken_of:
+            _spoken_of.add(place)
             warnings.warn(
                 f"{self.folder} lies where files cannot be locked ({failed.strerror}), so a second run there would not be"
                 " noticed. See to it that there is none.",
-                stacklevel=2,
+                stacklevel=3,
             )
-            return False
-        return True
 
     def _make_folder(self) -> None:
         path = self.folder.absolute()

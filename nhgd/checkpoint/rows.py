@@ -2,6 +2,9 @@
 
 Two checkpoints are kept, each with a file of its own. A new one takes over the file of the one that it replaces, by a second
 name for it, and appends what came since. What it appends does not touch the older one, which knows how far its part reaches.
+
+Rows are final once they are written, but for the last, which the caller's own loop sees only then: where that has changed, or
+is another since the history was cleared, all are written anew. So they are where the file has names elsewhere.
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ _PART = 2**20
 
 @dataclass(frozen=True)
 class Written:
-    """How far the rows of a checkpoint reach: their number, their bytes, and the hash of those, ready to go on."""
+    """How far the rows of a checkpoint reach: their number, their bytes, the hash of those, ready to go on, and the last."""
 
     rows: int = 0
     size: int = 0
     digest: Any = field(default_factory=hashlib.sha256, compare=False)
+    last: str = ""
 
     def told(self) -> dict[str, Any]:
         """The same as JSON."""
@@ -49,17 +53,18 @@ def write(
     file = draft / NAME
     begun = Written()
     for place, written, may_take in old:
-        if written.rows <= len(history) and _begin(file, place / NAME, written, may_take):
+        if _still_holds(written, history, pack) and _begin(file, place / NAME, written, may_take):
             begun = written
             break
-    digest, size = begun.digest.copy(), begun.size
+    digest, size, last = begun.digest.copy(), begun.size, begun.last
     handle = os.open(file, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
         os.ftruncate(handle, size)
         os.lseek(handle, size, os.SEEK_SET)
         lines: list[str] = []
         for i in range(begun.rows, len(history)):
-            lines.append(json.dumps(pack(i), allow_nan=False) + "\n")
+            last = _line(pack(i))
+            lines.append(last)
             if len(lines) == 1000 or i == len(history) - 1:
                 part = "".join(lines).encode()
                 write_all(handle, part)
@@ -69,7 +74,16 @@ def write(
     finally:
         os.close(handle)
     to_disk(file)
-    return Written(len(history), size, digest)
+    return Written(len(history), size, digest, last)
+
+
+def _line(row: Any) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+def _still_holds(written: Written, history: Sequence[Any], pack: Callable[[int], Any]) -> bool:
+    """Whether the history begins with the rows that were written, as far as the last of them tells."""
+    return written.rows <= len(history) and (written.rows == 0 or _line(pack(written.rows - 1)) == written.last)
 
 
 def _begin(file: Path, old: Path, written: Written, may_take: bool) -> bool:
@@ -78,7 +92,8 @@ def _begin(file: Path, old: Path, written: Written, may_take: bool) -> bool:
         if may_take:
             with contextlib.suppress(OSError):  # not every file system has second names
                 os.link(old, file)
-                if os.stat(file).st_size >= written.size:
+                found = os.stat(file)
+                if found.st_size >= written.size and found.st_nlink == 2:  # a copy of the folder may share its files
                     return True
                 os.unlink(file)
         digest = _copy(old, file, written.size)
@@ -122,9 +137,10 @@ def read(place: Path, told: Any) -> tuple[list[Any], Written]:
     if digest.hexdigest() != told["sha256"]:
         raise Damaged(file)
     try:
-        rows = [json.loads(line) for line in b"".join(parts).splitlines()]
+        lines = b"".join(parts).splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines]
     except (ValueError, RecursionError) as error:
         raise Damaged(file) from error
     if len(rows) != count:
         raise Damaged(file)
-    return rows, Written(count, size, digest)
+    return rows, Written(count, size, digest, lines[-1].decode() if lines else "")
