@@ -404,9 +404,9 @@ class Solver:
             **self.stage.calls.as_dict(),
             **info.notes,
         }
+        self.history.append(row)  # before the metrics, which may raise: the step is taken
         if self.metrics is not None and (clock.k % self.metrics_every == 0 or clock.k == 1):
             row |= self.evaluate()
-        self.history.append(row)
         self._whole = True
         return row
 

@@ -448,3 +448,31 @@ def test_what_makes_no_optimiser_is_refused(wrong):
     problem, inner, outer = catalogue.weighted_logistic()
     with pytest.raises(nhgd.InputError, match="outer_optimizer must be a torch optimiser, its class, or a function"):
         nhgd.Solver(problem, [inner], [outer], method="aid-cg", outer_optimizer=wrong)
+
+
+def test_metrics_that_raise_leave_no_hole_in_the_history(tmp_path):
+    calls = []
+
+    def metrics(theta, v):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ZeroDivisionError
+        return {"mine": len(calls)}
+
+    data = [torch.zeros(4)]
+
+    def toy():
+        return nhgd.Bilevel(
+            inner=lambda theta, v, x: (theta - v).square().expand(len(x)),
+            outer=lambda theta, v, x: (theta - 3).square(),
+            theta=torch.tensor(0.0),
+            v=torch.tensor(0.0),
+        )
+
+    solver = nhgd.Solver(toy(), data, data, method="aid-cg", metrics=metrics, checkpoint=tmp_path, checkpoint_every=1)
+    with pytest.raises(ZeroDivisionError):
+        solver.run(steps=5)
+    solver.run(steps=2)
+    assert [(row["step"], row.get("mine")) for row in solver.history] == [(1, 1), (2, 2), (3, None), (4, 4), (5, 5)]
+    continued = nhgd.Solver.resume(tmp_path, toy(), data, data, metrics=metrics)
+    assert continued.history == solver.history
