@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import EntryPoint, entry_points
 from inspect import isabstract
 from typing import Any
 
-from nhgd.errors import InputError, unknown
+from nhgd.errors import InputError, NhgdError, unknown
 
 
 class GuestWarning(UserWarning):
@@ -37,6 +37,7 @@ class Registry(Mapping[str, type]):
             vars(m)["name"]: m for m in members if isinstance(m, type) and issubclass(m, base) and "name" in vars(m)
         }
         self._guests: dict[str, type] | None = None
+        self._owners: dict[str, str] = {}
 
     def _all(self) -> dict[str, type]:
         if self._guests is None:
@@ -50,6 +51,7 @@ class Registry(Mapping[str, type]):
                     self._warn(entry, f"has the name of one of {holder}, which is the one that is taken")
                     continue
                 guests[entry.name] = found
+                self._owners[entry.name] = _owner(entry)
             self._guests = guests
         return self._guests | self._own
 
@@ -58,9 +60,13 @@ class Registry(Mapping[str, type]):
         try:
             with redirect_stdout(sys.stderr):  # where a command prints one JSON object and nothing else
                 found: Any = entry.load()
-        except (Exception, SystemExit) as error:
-            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            self._warn(entry, f"could not be loaded ({' '.join(what.split())})")
+        except (
+            KeyboardInterrupt
+        ) as stop:  # which is nobody's fault; but should it come from the package, it can be found
+            stop.args = (str(stop) or f"The {self.kind} {entry.name!r} {_owner(entry)} was being loaded.",)
+            raise
+        except BaseException as error:
+            self._warn(entry, f"could not be loaded ({told(error)})")
             return None
         if not (isinstance(found, type) and issubclass(found, self.base)):
             self._warn(entry, f"is not a subclass of {self.base.__name__}")
@@ -72,13 +78,24 @@ class Registry(Mapping[str, type]):
         return found
 
     def _warn(self, entry: EntryPoint, why: str) -> None:
-        dist = getattr(entry, "dist", None)
-        owner = f"of the package {dist.name} {dist.version}" if dist is not None else "of an unknown package"
         warnings.warn(
-            f"The {self.kind} {entry.name!r} {owner} {why}. It is left out; mend the package, or uninstall it.",
+            f"The {self.kind} {entry.name!r} {_owner(entry)} {why}. It is left out; mend the package, or uninstall it.",
             GuestWarning,
             stacklevel=5,
         )
+
+    @contextmanager
+    def making(self, name: str) -> Iterator[None]:
+        """What goes wrong inside, where one is made from its name, is said of the package that it comes from."""
+        try:
+            yield
+        except Exception as error:
+            if name not in self._owners or isinstance(error, NhgdError):
+                raise
+            raise InputError(
+                f"The {self.kind} {name!r} {self._owners[name]} cannot be made from its name alone ({told(error)}). Give an object"
+                " of it instead, or mend the package."
+            ) from error
 
     def __getitem__(self, name: str) -> type:
         if not isinstance(name, str):
@@ -100,7 +117,22 @@ class Registry(Mapping[str, type]):
         return len(self._all())
 
 
+def told(error: BaseException) -> str:
+    """An error of another package in one line; not all of them can say what they are."""
+    try:
+        words = " ".join(str(error).split())
+    except Exception:
+        words = ""
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+
+
+def _owner(entry: EntryPoint) -> str:
+    dist = getattr(entry, "dist", None)
+    return f"of the package {dist.name} {dist.version}" if dist is not None else "of an unknown package"
+
+
 def summary(cls: type) -> str:
     """The first line of a class's docstring, or its name where it has none."""
-    lines = (cls.__doc__ or "").strip().splitlines()
+    text = cls.__doc__
+    lines = text.strip().splitlines() if isinstance(text, str) else []
     return lines[0] if lines else cls.__name__

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import nhgd
-from nhgd import registry
+from nhgd import hypergradients, registry
 from nhgd.inverse import CG, AbstractInverse, Identity
 from nhgd.registry import GuestWarning, Registry
 
@@ -87,6 +87,15 @@ class Unfinished(AbstractInverse):
     """One that nobody can make."""
 
 
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class BareError(BaseException):
+    pass
+
+
 def raising(error: BaseException) -> Any:
     def load() -> Any:
         print("hello from the guest")
@@ -101,6 +110,8 @@ def raising(error: BaseException) -> Any:
         (raising(ImportError("no module\ncalled x")), r"could not be loaded \(ImportError: no module called x\)"),
         (raising(RuntimeError()), r"could not be loaded \(RuntimeError\)"),
         (raising(SystemExit(0)), r"could not be loaded \(SystemExit: 0\)"),
+        (raising(Speechless()), r"could not be loaded \(Speechless\)"),
+        (raising(BareError("base")), r"could not be loaded \(BareError: base\)"),
         (raising(SyntaxError("bad")), r"could not be loaded \(SyntaxError: bad\)"),
         (lambda: dict, "is not a subclass of AbstractInverse"),
         (lambda: CG(), "is not a subclass of AbstractInverse"),
@@ -128,7 +139,7 @@ def test_ctrl_c_while_a_guest_is_loaded_is_no_fault_of_the_guest(installed: list
     bad = Entry("bad", None)
     bad.load = raising(KeyboardInterrupt())  # type: ignore[method-assign]
     installed.append(bad)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"^The inverse 'bad' of the package guests 1\.0 was being loaded\.$"):
         dict(made())
 
 
@@ -136,6 +147,8 @@ def test_a_class_without_words_is_listed_by_its_name() -> None:
     class Silent(Guest):
         pass
 
+    assert Silent.summary() == "Silent"
+    Silent.__doc__ = 5  # type: ignore[assignment]
     assert Silent.summary() == "Silent"
 
 
@@ -159,3 +172,36 @@ def test_an_installed_inverse_is_resolved_by_name(installed: list[Entry], monkey
     installed.append(Entry("guest", Guest))
     monkeypatch.setattr(nhgd.inverse.INVERSES, "_guests", None)
     assert isinstance(nhgd.inverse.resolve("guest"), Guest)
+
+
+def demanding(base: type) -> Any:
+    """A class of a kind that cannot be made without arguments, nor by a preset."""
+
+    def __init__(self: Any, needed: int) -> None:
+        pass
+
+    return type("Demanding", (base,), {"name": "demanding", "__init__": __init__})
+
+
+@pytest.mark.parametrize(
+    ("names", "cls", "resolve"),
+    [
+        (nhgd.inverse.INVERSES, Identity, nhgd.inverse.resolve),
+        (nhgd.algorithm.ALGORITHMS, nhgd.algorithm.AID, nhgd.algorithm.resolve),
+        (nhgd.task.TASKS, nhgd.task.Quadratic, nhgd.task.resolve),
+        (nhgd.execution.EXECUTIONS, nhgd.execution.Inline, nhgd.execution.resolve),
+        (hypergradients.ESTIMATORS, hypergradients.Implicit, hypergradients.resolve),
+    ],
+)
+def test_a_guest_that_cannot_be_made_from_its_name_is_named_with_its_package(
+    names: Registry, cls: type, resolve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = {names.group: [Entry("demanding", demanding(cls))]}
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: entries.get(group, []))
+    monkeypatch.setattr(names, "_guests", None)
+    monkeypatch.setattr(names, "_owners", {})
+    with pytest.raises(
+        nhgd.InputError, match=rf"^The {names.kind} 'demanding' of the package guests 1\.0 cannot be made from its name"
+    ):
+        resolve("demanding")
+    monkeypatch.setattr(names, "_guests", None)

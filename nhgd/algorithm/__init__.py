@@ -30,7 +30,7 @@ from nhgd.algorithm.vrbo import VRBO
 from nhgd.errors import InputError, unknown
 from nhgd.inverse import INVERSES
 from nhgd.inverse import resolve as resolve_inverse
-from nhgd.registry import GuestWarning, Registry
+from nhgd.registry import GuestWarning, Registry, told
 
 ALGORITHMS = Registry("method", AbstractAlgorithm, list(vars().values()))
 
@@ -45,7 +45,7 @@ def presets() -> dict[str, AbstractAlgorithm]:
         except Exception as error:
             warnings.warn(
                 f"The presets of {algorithm.__module__}.{algorithm.__name__} could not be made"
-                f" ({type(error).__name__}: {error}). They are left out.",
+                f" ({told(error)}). They are left out.",
                 GuestWarning,
                 stacklevel=2,
             )
@@ -70,7 +70,8 @@ def resolve(method: str | AbstractAlgorithm) -> AbstractAlgorithm:
             f"A method is a name or an object such as nhgd.algorithm.AID(); got a {type(method).__name__}."
         )
     if method in ALGORITHMS:
-        made = ALGORITHMS[method]()
+        with ALGORITHMS.making(method):
+            made = ALGORITHMS[method]()
         assert isinstance(made, AbstractAlgorithm)
         return made
     known = presets()

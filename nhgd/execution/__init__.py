@@ -42,7 +42,8 @@ def resolve(execution: str | AbstractExecutor, **settings: Any) -> AbstractExecu
     for key in given:
         if key not in known:
             raise InputError(f"{name} execution has no {key}. It has: {', '.join(known) or 'nothing to set'}.")
-    made = kind(**given)
+    with EXECUTIONS.making(name):
+        made = kind(**given)
     assert isinstance(made, AbstractExecutor)
     return made
 

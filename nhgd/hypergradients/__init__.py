@@ -28,7 +28,8 @@ def resolve(estimator: str | AbstractHypergradient) -> AbstractHypergradient:
     """An estimator from its name, with default settings, or from itself."""
     if isinstance(estimator, AbstractHypergradient):
         return estimator
-    made = ESTIMATORS[estimator]()
+    with ESTIMATORS.making(estimator):
+        made = ESTIMATORS[estimator]()
     assert isinstance(made, AbstractHypergradient)
     return made
 

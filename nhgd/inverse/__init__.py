@@ -57,7 +57,8 @@ def resolve(inverse: str | AbstractInverse) -> AbstractInverse:
         if cls.counts is None:
             raise InputError(f"{name} takes no number of steps, so {inverse!r} means nothing. Use {name!r}.")
         settings[cls.counts] = int(number)
-    return cls(**settings)
+    with INVERSES.making(name):
+        return cls(**settings)
 
 
 def refined(

@@ -21,7 +21,8 @@ def resolve(task: str | AbstractTask, preset: str = "default") -> AbstractTask:
         return task
     cls = TASKS[task]
     assert issubclass(cls, AbstractTask)
-    return cls.preset(preset)
+    with TASKS.making(task):
+        return cls.preset(preset)
 
 
 __all__ = ["L2", "PDE", "TASKS", "AbstractTask", "Cleaning", "Distillation", "Instance", "Quadratic", "resolve"]
