@@ -204,4 +204,7 @@ def test_a_guest_that_cannot_be_made_from_its_name_is_named_with_its_package(
         nhgd.InputError, match=rf"^The {names.kind} 'demanding' of the package guests 1\.0 cannot be made from its name"
     ):
         resolve("demanding")
+    if names is nhgd.inverse.INVERSES:
+        with pytest.raises(nhgd.InputError, match=r"^The inverse 'demanding' of the package guests"):
+            nhgd.algorithm.resolve("aid-demanding")
     monkeypatch.setattr(names, "_guests", None)

@@ -81,7 +81,10 @@ def resolve(method: str | AbstractAlgorithm) -> AbstractAlgorithm:
         try:
             return AID(inverse=resolve_inverse(method.removeprefix("aid-")))
         except InputError as error:
-            raise unknown("method", method, names()) from error
+            known_names = names()
+            if method in known_names:  # but it cannot be made
+                raise
+            raise unknown("method", method, known_names) from error
     raise unknown("method", method, names())
 
 
