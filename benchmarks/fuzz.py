@@ -312,7 +312,9 @@ def change_tensors(tensors: dict[str, torch.Tensor], choose: random.Random) -> N
         shapes = [(0,), (), (1,) * 6, (tensor.numel() + 1,), (*tensor.shape, 1), (2, *tensor.shape)]
         tensors[name] = torch.zeros(choose.choice(shapes), dtype=tensor.dtype)
     elif what == 4 and tensor.is_floating_point():
-        tensors[name] = torch.full_like(tensor, choose.choice([float("nan"), float("inf"), 1e38, -1.0, 0.0]))
+        tensors[name] = torch.full_like(
+            tensor, choose.choice([float("nan"), float("inf"), torch.finfo(tensor.dtype).max, -1.0, 0.0])
+        )
     elif what == 5 and tensor.numel():
         tensors[name] = tensor.flatten().flip(0).reshape(tensor.shape).contiguous()
     else:

@@ -90,7 +90,7 @@ class Registry(Mapping[str, type]):
         try:
             yield
         except Exception as error:
-            if name not in self._owners or isinstance(error, NhgdError):
+            if isinstance(error, NhgdError) or name not in self._owners:
                 raise
             raise InputError(
                 f"The {self.kind} {name!r} {self._owners[name]} cannot be made from its name alone ({told(error)}). Give an object"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import time
 import warnings
@@ -266,7 +267,13 @@ class Solver:
                 step size or an optimiser's factory, cannot be kept and must be given.
         """
         saved = Saved(path)
-        solver = cls(problem, inner_data, outer_data, **saved.settings(settings, problem))
+        chosen = saved.settings(settings, problem)
+        strange = sorted(set(chosen) - set(inspect.signature(cls.__init__).parameters))
+        if strange:
+            raise InputError(
+                f"{saved.path} holds settings that no Solver has ({', '.join(strange)}): it is damaged, or of another version."
+            )
+        solver = cls(problem, inner_data, outer_data, **chosen)
         assert solver._keeper is not None
         with solver._in_company():
             with solver._randomness.scope():

@@ -225,7 +225,9 @@ def _number(value: Any, kind: type) -> Any:
     if kind is int:
         return value if isinstance(value, int) and abs(value) <= LARGEST else _NOTHING
     if isinstance(value, int):
-        return value if abs(value) <= sys.float_info.max else _NOTHING
+        if abs(value) <= LARGEST:
+            return value
+        return float(value) if abs(value) <= sys.float_info.max else _NOTHING
     try:
         return value if isinstance(value, float) else float(value) if isinstance(value, Real) else _NOTHING
     except OverflowError:

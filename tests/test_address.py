@@ -95,11 +95,11 @@ def test_during_a_local_distributed_run_nothing_listens_beyond_loopback() -> Non
         while time.monotonic() < end and process.poll() is None:
             for pid in (process.pid, *children(process.pid)):
                 found.setdefault(pid, set()).update(listening(pid))
-            if len(found) == 3 and all(found.values()):  # the one that started them, and both, connected by gloo
+            # The one that started them, and both, connected by gloo. Others may come and go, and listen nowhere.
+            if sum(map(bool, found.values())) == 3:
                 break
             time.sleep(0.05)
-        assert len(found) == 3
-        assert all(found.values())
+        assert sum(map(bool, found.values())) == 3
         for address in set().union(*found.values()):
             assert ipaddress.ip_address(address).is_loopback, address
     finally:

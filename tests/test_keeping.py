@@ -953,6 +953,8 @@ def test_forged_contents_with_hashes_that_fit_are_refused_by_a_sentence_or_run(m
         (("randomness", "map", "numpy_rest"), [10**6, 0, 0.0]),
         (("history", "rows"), 10**9),
         (("history", "bytes"), 10**18),
+        (("settings", "outer_optimizerx"), 1),
+        (("settings", "method", "fields", "batches"), 10**30),
     ],
     ids=lambda value: "/".join(map(str, value)) if isinstance(value, tuple) else str(value),
 )

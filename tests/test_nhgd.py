@@ -417,3 +417,10 @@ def test_names():
 def test_refusals(bad, message):
     with pytest.raises(nhgd.InputError, match=message):
         bad()
+
+
+def test_more_batches_than_anyone_means_are_refused_before_they_are_drawn():
+    problem, inner, outer = catalogue.mlp_module()
+    solver = nhgd.Solver(problem, [inner], [outer], method=NHGD(KFAC(), batches=2**31), inner_steps=1)
+    with pytest.raises(nhgd.InputError, match="would hold more than 1,000,000 inner batches at once"):
+        solver.step()

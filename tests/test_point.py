@@ -254,6 +254,7 @@ def test_unusual_modules_hold_other_weights(name: str) -> None:
     assert torch.equal(problem.objective(batch).detach(), swapped)
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower")  # torch's, on the first Python 3.13
 def test_a_compiled_module_is_differentiated_twice() -> None:
     """The backend is one whose graphs have no second derivative."""
     problem, batch, outer_batch = mlp_module()

@@ -37,6 +37,7 @@ from nhgd.team import Shard, Team
 from nhgd.validation import shown
 from nhgd.variable import Variable
 
+MOST_BATCHES = 1_000_000  # at one point
 OptimizerFactory: TypeAlias = Callable[[list[Tensor]], Optimizer] | type[Optimizer] | Optimizer
 Projection: TypeAlias = float | tuple[float, float] | Callable[[Any], Any] | None
 RECENT = 64
@@ -298,6 +299,11 @@ class Stage:
         """The next `count` inner batches, or "all": one pass over the data."""
         if count == "all":
             return [move(batch, self.problem.theta.device) for batch in self.inner.source]
+        if int(count) > MOST_BATCHES:
+            raise InputError(
+                f"batches = {count} would hold more than {MOST_BATCHES:,} inner batches at once. Use batches='all' for one pass over"
+                " the data, or fewer."
+            )
         return [self.inner_batch() for _ in range(int(count))]
 
     def gradient(self, batch: Batch, record: bool = True, always: bool = False, seed: int | None = None) -> InnerStep:

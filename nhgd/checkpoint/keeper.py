@@ -17,7 +17,7 @@ from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.algorithm.stage import Stage
 from nhgd.checkpoint import contents, files, schema
 from nhgd.checkpoint.lock import Lock
-from nhgd.checkpoint.settings import packed, to_continue
+from nhgd.checkpoint.settings import packed, remade, to_continue
 from nhgd.checkpoint.tree import Classes, Unkept, expected, pack, pack_row, unpack
 from nhgd.errors import InputError, NhgdError, RunError
 from nhgd.path import check_name
@@ -299,7 +299,7 @@ class Keeper:
             return
         found = saved.tree("inverse", expected(stage.inverse), stage.problem.theta.device)
         schema.alike(found, stage.inverse, "inverse")
-        stage.use(found)
+        stage.use(remade(found))
 
 
 def as_path(path: str | Path) -> Path:

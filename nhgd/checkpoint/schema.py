@@ -120,6 +120,7 @@ def tree(tensors: Mapping[str, Tensor]) -> Check:
     def node(value: Any, where: str, deep: int = 0) -> None:
         _be(deep < DEEPEST, where, f"less than {DEEPEST} levels deep")
         if value is None or isinstance(value, (bool, int, float, str)):
+            _be(not isinstance(value, int) or abs(value) < 2**63, where, "a whole number of 64 bits")
             return
         if isinstance(value, list):
             for i, item in enumerate(value):

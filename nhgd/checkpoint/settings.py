@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,15 @@ def to_continue(path: Path, stored: Mapping[str, Any], given: Mapping[str, Any],
             _PLAIN.get(name, schema.anything)(value, name)
             if is_dataclass(value):
                 schema.announced(value, name)
+                chosen[name] = remade(value)
     return chosen
+
+
+def remade(value: Any) -> Any:
+    """The same settings, made anew: what was read from a file is held to what their classes ask of them."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: remade(getattr(value, f.name)) for f in fields(value) if f.init})
+    return value
 
 
 def _held(node: Any, known: Mapping[str, type]) -> bool:
