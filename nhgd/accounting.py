@@ -21,6 +21,7 @@ from nhgd.errors import InputError
 from nhgd.record import LayerRecord
 
 Scores: TypeAlias = "Sequence[Tensor | None]"
+# The node in which a graph ends at a parameter has no public name. A view has a grad_fn, whatever its annotation says.
 _LEAF: type[Any] = type(torch.zeros((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 
@@ -45,7 +46,7 @@ class Call:
         if isinstance(module, nn.Linear):
             return kind.forward is nn.Linear.forward
         plain = kind.forward is nn.Conv2d.forward and "_conv_forward" not in vars(module)
-        return plain and kind._conv_forward is nn.Conv2d._conv_forward  # type: ignore[attr-defined]
+        return plain and kind._conv_forward is nn.Conv2d._conv_forward  # type: ignore[attr-defined]  # a Conv2d
 
 
 class Graph(NamedTuple):

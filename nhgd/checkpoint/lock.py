@@ -20,7 +20,7 @@ from nhgd.errors import InputError, NhgdError
 try:
     import fcntl
 except ImportError:  # a platform without such locks
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # in place of a module
 
 NAME = "lock"
 _UNKNOWN_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)

@@ -94,7 +94,7 @@ class AbstractExecutor(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            cls.__init__ = validated(vars(cls)["__init__"])  # type: ignore[method-assign]
+            cls.__init__ = validated(vars(cls)["__init__"])  # type: ignore[method-assign]  # its arguments checked
 
     @validated
     def __init__(self, max_lag: int | None = None, stale: bool = False) -> None:

@@ -117,7 +117,7 @@ class AbstractTask(Validated, ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "build" in vars(cls):
-            cls.build = _seeded(vars(cls)["build"])  # type: ignore[method-assign]
+            cls.build = _seeded(vars(cls)["build"])  # type: ignore[method-assign]  # from its seed
 
     @property
     def threads(self) -> int | None:
