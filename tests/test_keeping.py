@@ -1023,3 +1023,12 @@ def test_results_that_belong_together_replace_older_ones_together(tmp_path):
     with pytest.raises(nhgd.RunError, match="b could not be written"):
         place.write_texts({"a": "new", "b": "new"})
     assert (tmp_path / "a").read_text() == "old"
+
+
+def test_what_a_killed_run_left_half_written_goes_when_it_is_resumed_at_its_end(tmp_path):
+    kind = kept(tmp_path / "a", 3)
+    (tmp_path / "a" / ".draft-999999-4").mkdir()
+    continued = kind.resumed(tmp_path / "a")
+    continued.run(steps=3)  # nothing is left to do
+    continued.close()
+    assert not [name for name in names(tmp_path / "a") if name.startswith(".draft")]

@@ -180,9 +180,15 @@ def tidy(path: Path, keep: set[int], drafts: bool) -> None:
                     os.rename(place, gone)
                 finally:
                     _remove(gone)
+    if drafts:
+        remove_drafts(path)
+
+
+def remove_drafts(path: Path) -> None:
+    """Take away what processes that are gone left half-written; the caller holds the lock."""
     with contextlib.suppress(OSError, InputError):
         for name in os.listdir(path):
-            if drafts and name.startswith(_DRAFT):
+            if name.startswith(_DRAFT):
                 shutil.rmtree(path / name, ignore_errors=True)
 
 

@@ -141,6 +141,8 @@ class Keeper:
         """Keep other runs out of the folder from now on."""
         self.lock.acquire(InputError)
         self._refuse_strangers(InputError)
+        if self.lock.excludes:  # a run that is resumed at its end writes nothing more, and would leave them
+            files.remove_drafts(self.path)
 
     def release(self) -> None:
         """Let other runs into the folder, until the next step."""
