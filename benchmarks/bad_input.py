@@ -33,7 +33,7 @@ from typer.testing import CliRunner
 import nhgd
 from benchmarks.environment import environment
 from benchmarks.fuzz import Hang, idx, limited
-from nhgd.cli.program import app
+from nhgd.cli._program import app
 
 LIMIT = 60.0  # seconds for one case
 QUICK = ("run", "quadratic", "--preset", "quick", "--steps", "2", "--device", "cpu")

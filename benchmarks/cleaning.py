@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from benchmarks.environment import environment
+from nhgd.reproduce.settings import paper
 from nhgd.task import Cleaning
+from nhgd.task._softmax import Split, accuracy, fit, softmax_classifier
 from nhgd.task.cleaning import CLASSES, LabelSets
-from nhgd.task.paper import paper
-from nhgd.task.softmax import Split, accuracy, fit, softmax_classifier
 
 CPU = torch.device("cpu")
 COLUMNS = ("test_accuracy", "final_test_accuracy", "f1", "final_f1", "auc", "outer_loss", "overfitting", "gap")

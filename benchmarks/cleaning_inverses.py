@@ -21,9 +21,9 @@ import torch
 
 import nhgd
 from benchmarks.environment import environment
+from nhgd._memory import synchronise
 from nhgd.algorithm import AID, NHGD
 from nhgd.inverse import EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, refined, resolve
-from nhgd.memory import synchronise
 from nhgd.task import Cleaning
 
 LITERAL = FisherDense(form="inverse", update="ema", beta=0.8, records="raw", warm="reset")
@@ -58,10 +58,10 @@ def errors(device: torch.device, data: str, weights: str) -> dict[str, Any]:
         v.copy_(torch.where(sets.wrong, 0.05, 0.95))
     norm = instance.solve_inner()
     torch.manual_seed(0)
-    lessons = list(islice(instance.inner_data, 10))
+    training_batches = list(islice(instance.inner_data, 10))
     chosen = inverses(device)
     report = nhgd.check(
-        instance.problem, instance.full_inner, instance.full_outer, list(chosen.values()), learn_from=lessons
+        instance.problem, instance.full_inner, instance.full_outer, list(chosen.values()), learn_from=training_batches
     )
     rows = [row | {"inverse": name} for row, name in zip(report.rows, chosen, strict=True)]
     for row in rows:

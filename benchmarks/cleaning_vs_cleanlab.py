@@ -27,9 +27,9 @@ from sklearn.model_selection import StratifiedKFold
 
 from benchmarks.environment import environment
 from nhgd.data.idx import find, read_images
-from nhgd.estimators.cleaner import LabelCleaner, NoTrustedSetWarning
-from nhgd.task.labels import corrupt
-from nhgd.task.softmax import Split, fit, softmax_classifier
+from nhgd.sklearn.cleaner import LabelCleaner, NoTrustedSetWarning
+from nhgd.task._labels import corrupt
+from nhgd.task._softmax import Split, fit, softmax_classifier
 
 CLASSES = 10
 NOISES = [("uniform", 0.2), ("uniform", 0.5), ("pair", 0.2), ("pair", 0.4)]

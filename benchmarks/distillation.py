@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.environment import environment
 from nhgd.task import Distillation
-from nhgd.task.classifier import Architecture, accuracy_of, trained
+from nhgd.task._classifier import Architecture, accuracy_of, trained
 from nhgd.task.distillation import CLASSES, ImageSets, some_of_each
 
 # By label: preset, images a class (None: the preset's), seeds, budget.

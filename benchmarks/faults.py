@@ -34,7 +34,7 @@ import torch
 from benchmarks.environment import environment
 from nhgd.checkpoint import Saved, exists
 from nhgd.checkpoint.files import newest
-from nhgd.execution.pulse import START
+from nhgd.execution.distributed.heartbeat import START
 
 CLEANING = ("run", "cleaning", "--preset", "quick", "--method", "nhgd", "--device", "cpu")
 QUADRATIC = (

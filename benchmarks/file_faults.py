@@ -35,11 +35,11 @@ import torch
 
 import nhgd
 from benchmarks.environment import environment
+from nhgd._solver import CLOCKED
 from nhgd.checkpoint import Saved, exists
-from nhgd.cli.output import folder
-from nhgd.cli.program import app
-from nhgd.data.png import write_png
-from nhgd.solve import CLOCKED
+from nhgd.cli._output import folder
+from nhgd.cli._program import app
+from nhgd.plot.png import write_png
 from nhgd.task import Quadratic
 
 ERRNOS = ("ENOSPC", "EIO", "EDQUOT", "ESTALE", "EACCES")
@@ -161,7 +161,7 @@ def reading(place: Path) -> Callable[[], Any]:
 def after_reading(place: Path, ended: Ended) -> Iterator[str]:
     yield from sentence(ended)
     if ended.solver is not None:
-        if ended.solver.stage.clock.k < BEFORE and not any(
+        if ended.solver.loop.clock.k < BEFORE and not any(
             "goes on from the checkpoint before" in s for s in ended.said
         ):
             yield "an older checkpoint was taken without a word"

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 
 from benchmarks.environment import environment
+from nhgd._solver import CLOCKED
 from nhgd.checkpoint import Saved, exists
-from nhgd.cli.program import app
-from nhgd.solve import CLOCKED
+from nhgd.cli._program import app
 
 TASKS = {
     "quadratic": ("nhgd", "nhgd-window", "nhgd-paper", "aid-cg", "aid-neumann", "soba", "saba", "stocbio", "amigo", "bome",

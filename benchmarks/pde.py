@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.environment import environment
+from nhgd._memory import synchronise
 from nhgd.errors import NonFiniteError
-from nhgd.memory import synchronise
 from nhgd.task import PDE
-from nhgd.task.setting import convert, kinds
+from nhgd.task._setting import convert, kinds
 
 PLAIN = ("truncated", "itd")  # methods that take plain gradient steps alone
 

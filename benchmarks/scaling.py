@@ -30,7 +30,7 @@ from torch import nn
 import nhgd
 from benchmarks.environment import environment
 from benchmarks.tables import ROOT, fill
-from nhgd.recorder import Recorder
+from nhgd._recording.recorder import Recorder
 
 # Assumed, from data sheets: bytes a second in one direction for one GPU, and seconds of one message.
 NVLINK, NVLINK_LATENCY = 450e9, 5e-6

@@ -31,12 +31,12 @@ from torch import nn
 
 import nhgd
 from benchmarks.environment import environment
+from nhgd._recording.recorder import Recorder
 from nhgd.algorithm import NHGD
 from nhgd.execution import AbstractExecutor, Inline, Stream
-from nhgd.execution.elsewhere import compact_ridge, solve_there
+from nhgd.execution._remote import compact_ridge, solve_there
 from nhgd.inverse import KFAC, AbstractInverse, FisherDense, Identity
-from nhgd.point import Point
-from nhgd.recorder import Recorder
+from nhgd.oracle import Oracle
 
 DEVICE = torch.device("cuda")
 
@@ -129,7 +129,7 @@ class Alone:
         self.batches = cycle(list(islice(nhgd.Data(*data, batch=batch), 20_000 // batch)))
         self.state = inverse.init(self.bilevel.theta)
         self.u = torch.randn_like(self.bilevel.theta.flat())
-        self.ridge = compact_ridge(Point(self.bilevel, [None]))
+        self.ridge = compact_ridge(Oracle(self.bilevel, [None]))
 
     def prepare(self) -> None:
         # Anew each time, because a record keeps what was computed from it; and from many batches, because factors of low

@@ -54,7 +54,7 @@ def measured(inverse: Any, max_lag: int) -> dict[str, Any]:
     waited: list[float] = []
     sizes: set[int] = set()
     whole: list[float] = []
-    submit, step = executor.submit, solver.stage.inner_step
+    submit, step = executor.submit, solver.loop.inner_step
 
     def timed_submit(record: InnerRecord) -> None:
         sizes.add(sum(t.numel() for t in tensors(record)))
@@ -70,7 +70,7 @@ def measured(inverse: Any, max_lag: int) -> dict[str, Any]:
         whole.append(time.perf_counter() - began - waited[-1])
         return found
 
-    executor.submit, solver.stage.inner_step = timed_submit, timed_step  # type: ignore[method-assign]  # with a clock around it
+    executor.submit, solver.loop.inner_step = timed_submit, timed_step  # type: ignore[method-assign]  # with a clock around it
     solution = solver.run(steps=STEPS)
     solver.close()
     if not whole:

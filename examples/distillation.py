@@ -14,7 +14,7 @@ from sklearn.linear_model import LogisticRegression
 
 import nhgd
 from nhgd.data.idx import find, read_images
-from nhgd.data.png import write_png
+from nhgd.plot.png import write_png
 from nhgd.task.distillation import page
 
 

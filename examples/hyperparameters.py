@@ -25,7 +25,7 @@ from torch import nn
 
 import nhgd
 from nhgd.data.bundled import digits
-from nhgd.task.inner_solver import adam
+from nhgd.task._inner_solver import adam
 
 LOW, HIGH = math.log(1e-6), math.log(1e-1)  # the logarithms of the weakest and the strongest ridge
 

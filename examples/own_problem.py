@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import nhgd
-from nhgd.task.inner_solver import gauss_newton
+from nhgd.task._inner_solver import gauss_newton
 
 BAD = {1: "stuck", 4: "drifts", 6: "noise"}
 

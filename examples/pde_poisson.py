@@ -17,8 +17,8 @@ import torch
 
 import nhgd
 from nhgd.inverse import FisherWindow
-from nhgd.task.inner_solver import gauss_newton
-from nhgd.task.residual import AbstractResidual, box, sides
+from nhgd.task._inner_solver import gauss_newton
+from nhgd.task.pde.equation import AbstractResidual, box, sides
 
 ALPHA = 1e-3
 

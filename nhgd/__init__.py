@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from nhgd import likelihood as likelihood
     from nhgd import schedule as schedule
     from nhgd import task as task
-    from nhgd.check import Report as Report
-    from nhgd.check import check as check
+    from nhgd._check import Report as Report
+    from nhgd._check import check as check
+    from nhgd._plan import Plan as Plan
+    from nhgd._plan import plan as plan
+    from nhgd._solver import Solution as Solution
+    from nhgd._solver import Solver as Solver
     from nhgd.data import Data as Data
     from nhgd.errors import InputError as InputError
     from nhgd.errors import InverseWarning as InverseWarning
     from nhgd.errors import NhgdError as NhgdError
     from nhgd.errors import NonFiniteError as NonFiniteError
     from nhgd.errors import RunError as RunError
-    from nhgd.estimators.cleaner import LabelCleaner as LabelCleaner
-    from nhgd.estimators.distiller import DatasetDistiller as DatasetDistiller
     from nhgd.hypergradients import Hypergradient as Hypergradient
     from nhgd.hypergradients import hypergradient as hypergradient
-    from nhgd.plan import Plan as Plan
-    from nhgd.plan import plan as plan
     from nhgd.problem import Bilevel as Bilevel
     from nhgd.problem import Losses as Losses
-    from nhgd.solve import Solution as Solution
-    from nhgd.solve import Solver as Solver
+    from nhgd.sklearn.cleaner import LabelCleaner as LabelCleaner
+    from nhgd.sklearn.distiller import DatasetDistiller as DatasetDistiller
 
 __version__ = "0.1.0"
 
@@ -70,15 +70,15 @@ __all__ = [
 
 # Where the names are that are not modules themselves.
 _HOMES = {
-    "check": ("Report", "check"),
+    "_check": ("Report", "check"),
     "data": ("Data",),
     "errors": ("InputError", "InverseWarning", "NhgdError", "NonFiniteError", "RunError"),
     "hypergradients": ("Hypergradient", "hypergradient"),
-    "plan": ("Plan", "plan"),
+    "_plan": ("Plan", "plan"),
     "problem": ("Bilevel", "Losses"),
-    "solve": ("Solution", "Solver"),
-    "estimators.cleaner": ("LabelCleaner",),
-    "estimators.distiller": ("DatasetDistiller",),
+    "_solver": ("Solution", "Solver"),
+    "sklearn.cleaner": ("LabelCleaner",),
+    "sklearn.distiller": ("DatasetDistiller",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _ESTIMATORS = ("DatasetDistiller", "LabelCleaner")
@@ -89,13 +89,6 @@ if find_spec("sklearn") is None:  # so that `from nhgd import *` takes what ther
 
 
 class _Package(ModuleType):
-    """This module, where `check` and `plan` are functions, though files of these names are imported."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("check", "plan") and isinstance(value, ModuleType):
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
     def __dir__(self) -> list[str]:
         return sorted({*__all__, "__version__", *(name for name in super().__dir__() if name.startswith("__"))})
 

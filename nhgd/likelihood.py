@@ -14,8 +14,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from nhgd._validation import Validated
 from nhgd.errors import InputError
-from nhgd.validation import Validated
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from nhgd.autocast import as_given
+from nhgd._autocast import as_given
+from nhgd._validation import shown, validated_but
 from nhgd.data.batch import Batch, common_length, first_bad, lengths
 from nhgd.errors import InputError, unknown
 from nhgd.likelihood import LIKELIHOODS
-from nhgd.validation import shown, validated_but
 from nhgd.variable import Given, Variable
 
 LARGEST = sys.float_info.max

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nhgd.team import Team
+from nhgd.data_parallel import Team
 
 RecordKind: TypeAlias = Literal["batch", "raw", "sample", "layer"]
 FisherKind: TypeAlias = Literal["empirical", "exact", "sampled"]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nhgd._reducer import Reducer
+from nhgd.data_parallel import Team
 from nhgd.errors import InputError
-from nhgd.reducer import Reducer
-from nhgd.team import Team
 
 Given: TypeAlias = Tensor | dict[str, Tensor] | nn.Module
 Like: TypeAlias = "Tensor | dict[str, Tensor]"
@@ -98,7 +98,7 @@ class Variable:
     def parallelise(self, team: Team) -> None:
         """Wrap the module in DistributedDataParallel for a team, unless it came in a wrapper. It stays what was given."""
         if isinstance(self._given, nn.Module) and _parallel(self.given) is None:
-            with team.company():
+            with team.translating_peer_errors():
                 wrapper = DistributedDataParallel(self._given, process_group=team.group)
             self.reducer = Reducer(wrapper, self.names, self.leaves)
 

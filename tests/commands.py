@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from nhgd.cli.program import app
+from nhgd.cli._program import app
 
 
 def invoke(*args):

@@ -1,6 +1,6 @@
 """The ground truth of the tests: dense matrices, loops over samples, finite differences.
 
-Everything here is slow, short and made with plain autograd from the functions the user wrote. Nothing of `nhgd.point`,
+Everything here is slow, short and made with plain autograd from the functions the user wrote. Nothing of `nhgd.oracle`,
 `nhgd.record` or `nhgd.variable` is used, so that a mistake there cannot hide here. theta and v are flat vectors, (D,) and
 (V,), in the order of the user's tensors; None means the current ones.
 """
@@ -261,7 +261,7 @@ def solve_inner(problem: nhgd.Bilevel, batch: Any, v: Tensor | None = None, tol:
     raise AssertionError(f"The inner problem did not converge: gradient {float(slope.norm()):.1e}.")
 
 
-def settle(problem: nhgd.Bilevel, batch: Any) -> None:
+def raise_deferred(problem: nhgd.Bilevel, batch: Any) -> None:
     """Move the problem's theta to theta*(v)."""
     assign(problem.theta.given, solve_inner(problem, batch))
 

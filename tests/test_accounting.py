@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import nhgd
-from nhgd.recorder import Recorder
+from nhgd._recording.recorder import Recorder
 from tests import oracles
 from tests.catalogue import cross_entropy, normal
 
@@ -253,7 +253,7 @@ def test_a_parametrised_layer_is_computed_once_a_step(tensor: str) -> None:
     count = noise.calls
     for inverse in (nhgd.inverse.KFAC(), nhgd.inverse.FisherWindow()):
         inverse.memory(problem.theta)
-        inverse.cautions(problem.theta)
+        inverse.warnings_for(problem.theta)
     nhgd.algorithm.NHGD().prepared(problem)
     assert noise.calls == count
 

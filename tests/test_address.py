@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from nhgd.execution import pulse as pulses
-from nhgd.execution.address import SECRET, is_local, keep_store, opened, printable, sealed, stay_local
-from nhgd.execution.pulse import Pulse
-from nhgd.execution.roles import Roles
+from nhgd.execution.distributed import heartbeat as pulses
+from nhgd.execution.distributed.address import SECRET, is_local, keep_store, opened, printable, sealed, stay_local
+from nhgd.execution.distributed.heartbeat import Pulse
+from nhgd.execution.distributed.roles import Roles
 
 needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="there is no list of sockets to look at")
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 import nhgd
 from nhgd.algorithm import ALGORITHMS, itd
 from nhgd.inverse import Identity
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.task import L2, Cleaning, Quadratic
 from tests import catalogue, noise
 from tests.catalogue import AlgorithmCase
@@ -104,8 +104,8 @@ def test_noisy_batches_end_near_it(case):
 @pytest.mark.parametrize("name", ["aid all data", "nhgd", "alset", "soba", "itd"])
 @pytest.mark.parametrize("factor", [0.5, 0.0], ids=["half the cross term", "no cross term"])
 def test_a_wrong_method_fails_the_noisy_exam(name, factor, monkeypatch):
-    cross, products, through = Point.cross, Point.products, itd.through
-    monkeypatch.setattr(Point, "cross", lambda self, x: [factor * c for c in cross(self, x)])
+    cross, products, through = Oracle.cross, Oracle.products, itd.through
+    monkeypatch.setattr(Oracle, "cross", lambda self, x: [factor * c for c in cross(self, x)])
 
     def shortened(self, x):
         product, found = products(self, x)
@@ -116,7 +116,7 @@ def test_a_wrong_method_fails_the_noisy_exam(name, factor, monkeypatch):
         found = through(problem, *rest)
         return replace(found, v=[d + factor * (g - d) for g, d in zip(found.v, direct, strict=True)])
 
-    monkeypatch.setattr(Point, "products", shortened)
+    monkeypatch.setattr(Oracle, "products", shortened)
     monkeypatch.setattr(itd, "through", unrolled)
     level = allowed(name)
     assert float(noise.relative(with_noise(BY_NAME[name]), level.centre)) > level.error

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nhgd
+from nhgd._recording.recorder import Recorder
 from nhgd.inverse import EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow
-from nhgd.inverse.learning import learn
-from nhgd.point import Point
-from nhgd.recorder import Recorder
+from nhgd.inverse._learned.learning import learn
+from nhgd.oracle import Oracle
 
 DIGITS = 2.0**-8  # of bfloat16
 # torch.func cannot differentiate torch's attention under autocast, with or without vmap (2.13).
@@ -208,7 +208,7 @@ def test_products_under_autocast(name: str) -> None:
     found: list[list[Tensor]] = []
     for inside in (True, False):
         problem, inner_batch, outer_batch = made(name, inside)
-        at = Point(problem, [inner_batch], outer_batch)
+        at = Oracle(problem, [inner_batch], outer_batch)
         x = torch.randn(at.numel, generator=torch.Generator().manual_seed(1))
         products = [at.hvp(x), at.ggn(x), at.empirical_fisher(x), *at.cross(x), at.gradient(), at.outer().theta]
         assert all(t.dtype == torch.float32 for t in products)

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import nhgd
+from nhgd._memory import out_of_memory
 from nhgd.data.idx import read_idx, read_images
 from nhgd.data.table import Features, Table, UnseenCategoryWarning, read_table
 from nhgd.errors import unknown
-from nhgd.memory import out_of_memory
-from nhgd.task.labels import with_every_class
+from nhgd.task._labels import with_every_class
 from tests import idx_files
 from tests.commands import answer, invoke, refusal, strict_json
 

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import nhgd
 from nhgd.data import Stream
 from nhgd.data.batch import common_length, fingerprint, first_bad, leaves, move, transform
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from tests.catalogue import normal
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -127,7 +127,7 @@ def test_ragged_batches_count_by_their_samples(kind: str) -> None:
         found = nhgd.hypergradient(problem, None, outer_batch, inverse=inverse, inner_data=ragged(kind))
         known = nhgd.hypergradient(problem, None, outer_batch, inverse=inverse, inner_data=ragged("dict"))
         assert torch.equal(found.grad, known.grad)
-    at = Point(problem, ragged(kind), outer_batch)
+    at = Oracle(problem, ragged(kind), outer_batch)
     at.gradient()
     assert (at.calls.samples, at.calls.inner_gradients) == (20, 3)
 
@@ -236,8 +236,8 @@ def test_a_packed_sequence_is_moved_by_itself() -> None:
         torch.ones((), dtype=torch.float64),
         l2=0.1,
     )
-    at = Point(problem, batches)
-    parts = [Point(problem, [batch]).gradient() for batch in batches]
+    at = Oracle(problem, batches)
+    parts = [Oracle(problem, [batch]).gradient() for batch in batches]
     torch.testing.assert_close(at.gradient(), 0.75 * parts[0] + 0.25 * parts[1])
     assert at.calls.samples == 4
     with pytest.raises(nhgd.InputError, match="is a UserDict, which yields no batches"):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import nhgd
+from nhgd._memory import PeakMemory
+from nhgd._plan import readable
 from nhgd.inverse import CG, INVERSES
-from nhgd.memory import PeakMemory
-from nhgd.plan import readable
 from tests import catalogue, oracles
 
 

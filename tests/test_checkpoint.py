@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import nhgd
+from nhgd._solver import CLOCKED
 from nhgd.algorithm import AID, NHGD, TTSA
-from nhgd.checkpoint import keeper as keepers
+from nhgd.checkpoint import writer as keepers
 from nhgd.checkpoint.files import newest
 from nhgd.checkpoint.tree import Unkept, expected, pack, unpack
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Nystrom, Refined
 from nhgd.schedule import Decay, Power
-from nhgd.solve import CLOCKED
 from nhgd.task import Quadratic
 from tests import catalogue
 from tests.commands import answer, invoke, refusal
@@ -80,7 +80,7 @@ class Setting:
         expected = whole.run(steps=6)
         self.broken_off(path)
         continued = self.resumed(path, **given)
-        assert continued.stage.clock.k == 3
+        assert continued.loop.clock.k == 3
         found = continued.run(steps=6)
         assert_same(whole, expected, continued, found)
         return continued
@@ -329,8 +329,8 @@ def test_periods_that_a_clock_chose_are_taken_over(tmp_path):
     first.run(steps=2)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     continued = kind.resumed(tmp_path / "b")
-    assert first.stage.inverse.overhead is None
-    assert continued.stage.inverse == first.stage.inverse
+    assert first.loop.inverse.overhead is None
+    assert continued.loop.inverse == first.loop.inverse
     assert torch.equal(continued.run(steps=4).v, first.run(steps=2).v)
 
 
@@ -405,7 +405,7 @@ def test_a_run_may_be_kept_elsewhere_from_now_on(tmp_path):
     continued.run()
     assert continued.checkpoint.last().endswith("/b, outer step 6.")
     assert {place: place.read_bytes() for place in (tmp_path / "a").rglob("*.*")} == files
-    assert kind.resumed(tmp_path / "b").stage.clock.k == 6
+    assert kind.resumed(tmp_path / "b").loop.clock.k == 6
 
 
 def test_the_core_does_without_safetensors(tmp_path, monkeypatch):
@@ -625,7 +625,7 @@ def test_what_cannot_be_kept_is_refused_before_the_first_step(tmp_path):
 
     @dataclass(frozen=True)
     class Strange(AID):
-        def init(self, stage: Any) -> Any:
+        def init(self, loop: Any) -> Any:
             return Counter()
 
     with pytest.raises(nhgd.InputError, match="cannot hold a Counter, which stands at state of this run"):
@@ -773,7 +773,7 @@ def test_run_resume_on_the_command_line(tmp_path, monkeypatch):
     assert found["metrics"] == expected["metrics"]
     assert found["oracle_calls"] == expected["oracle_calls"]
     assert rows(Path("parts")) == rows(Path("whole"))
-    # Elsewhere, by its own name, and no further than it is.
+    # RemoteInverse, by its own name, and no further than it is.
     assert answer(*RUN, "--steps", 3, "--checkpoint", "kept")["steps"] == 3
     assert json.loads(invoke(*RUN, "--steps", 3, "--checkpoint", "kept", "--resume", "--json").stdout)["steps"] == 3
 

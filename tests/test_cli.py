@@ -15,12 +15,12 @@ import torch
 import nhgd
 from nhgd.algorithm import names as method_names
 from nhgd.cli import demo as demo_command
-from nhgd.cli.output import jsonable
-from nhgd.cli.settings import for_run, for_task
+from nhgd.cli._output import jsonable
+from nhgd.cli._settings import for_run, for_task
 from nhgd.execution import EXECUTIONS
 from nhgd.inverse import INVERSES
 from nhgd.task import TASKS
-from nhgd.task.labels import found
+from nhgd.task._labels import found
 from tests import idx_files
 from tests.commands import answer, invoke, refusal, strict_json
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import nhgd
+from nhgd._memory import PeakMemory
 from nhgd.data import Data, Stream, reiterable
 from nhgd.data.batch import common_length, first_bad, leaves, lengths, move, transform
-from nhgd.memory import PeakMemory
 
 CPU = torch.device("cpu")
 

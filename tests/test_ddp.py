@@ -21,13 +21,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import nhgd
+from nhgd._recording.recorder import Recorder
 from nhgd.algorithm import AID, NHGD, VRBO, AbstractAlgorithm
+from nhgd.data_parallel import AbstractTeam, Alone, Team
 from nhgd.errors import InputError
 from nhgd.execution import Distributed
 from nhgd.inverse import CG, KFAC, FisherDense
 from nhgd.record import InnerStep, LayerStatistics, tensors
-from nhgd.recorder import Recorder
-from nhgd.team import AbstractTeam, Alone, Team
 from nhgd.variable import Variable
 from tests.commands import answer
 from tests.processes import together
@@ -69,12 +69,12 @@ class Late(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(5, 3)
-        self.late = nn.Linear(5, 3)
+        self.finalise = nn.Linear(5, 3)
         self.joined = False
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.first(x)
-        return found + self.late(x) + F.linear(x.square(), self.late.weight) if self.joined else found
+        return found + self.finalise(x) + F.linear(x.square(), self.finalise.weight) if self.joined else found
 
 
 class Counting(nn.Module):
@@ -176,7 +176,7 @@ def counted(team: Team) -> Answers:
         run.run(steps=4)
     return {
         "parameters": run.problem.theta.numel,
-        "inner": run.stage.clock.total,
+        "inner": run.loop.clock.total,
         "numbers": buckets.numbers,
         "own": buckets.own,
         "given back": run.solution().theta is wrapper,
@@ -397,7 +397,7 @@ def asked_for(rank: int, size: int) -> Answers:
             execution=Distributed(curvature_ranks=keepers, ddp=True),
         )
         run.run(steps=3)
-        team, reducer = run.stage.team, problem.theta.reducer
+        team, reducer = run.loop.team, problem.theta.reducer
         found[name] = {
             "v": problem.v.flat().numpy(),
             "through": reducer is not None and isinstance(team, Team) and reducer.serves(team),

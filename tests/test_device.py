@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import nhgd
+from nhgd._recording.recorder import Recorder
 from nhgd.data.batch import move
 from nhgd.hypergradients import Unrolled
 from nhgd.inverse import CG
-from nhgd.point import Point
-from nhgd.recorder import Recorder
+from nhgd.oracle import Oracle
 from tests import oracles
 from tests.catalogue import PER_SAMPLE, PROBLEMS, Make, normal, of_classifier, settled
 
@@ -71,20 +71,20 @@ def test_recurrent_layers_are_differentiated_twice() -> None:
 
     problem, batch, _ = of_classifier(Recurrent(), features=6, shape=(2, 3))
     x = normal(problem.theta.numel)
-    expected = Point(problem, [batch]).hvp(x)
-    close(Point(moved(problem), [move(batch, CUDA)]).hvp(x.to(CUDA)), expected)
+    expected = Oracle(problem, [batch]).hvp(x)
+    close(Oracle(moved(problem), [move(batch, CUDA)]).hvp(x.to(CUDA)), expected)
     assert torch.backends.cudnn.enabled
 
 
 def test_dropout_is_replayed_and_no_generator_is_touched() -> None:
     problem, batch, outer_batch = of_classifier(nn.Sequential(nn.Linear(3, 5), nn.Dropout(0.5), nn.Linear(5, 3)))
     problem = moved(problem)
-    point = Point(problem, [move(batch, CUDA)], move(outer_batch, CUDA), seed=7)
+    point = Oracle(problem, [move(batch, CUDA)], move(outer_batch, CUDA), seed=7)
     x = normal(problem.theta.numel).to(CUDA)
     before = torch.cuda.get_rng_state_all()
     with oracles.undisturbed(problem):
         first = point.hvp(x)
-        again = Point(problem, [move(batch, CUDA)], move(outer_batch, CUDA), seed=7).hvp(x)
+        again = Oracle(problem, [move(batch, CUDA)], move(outer_batch, CUDA), seed=7).hvp(x)
         assert torch.equal(point.outer().theta, point.outer().theta)
     torch.testing.assert_close(first, again, rtol=1e-10, atol=1e-12)
     assert all(torch.equal(a, b) for a, b in zip(torch.cuda.get_rng_state_all(), before, strict=True))

@@ -14,11 +14,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import nhgd
-from nhgd.cli.program import app
-from nhgd.data.png import grid, write_png
+from nhgd.cli._program import app
 from nhgd.inverse import KFAC, FisherWindow, Refined
+from nhgd.plot.png import grid, write_png
 from nhgd.task import Distillation
-from nhgd.task.classifier import Architecture, accuracy_of, cross_entropies, trained
+from nhgd.task._classifier import Architecture, accuracy_of, cross_entropies, trained
 from nhgd.task.distillation import distilling, largest_curvature, mean_loss, page, some_of_each, suited
 from tests import idx_files, oracles
 
@@ -51,7 +51,7 @@ class TestHypergradient:
     @pytest.mark.parametrize("bias", [False, True])
     def test_the_exact_window_of_a_linear_model_gives_the_true_one(self, bias):
         problem, inner, outer = tiny(nn.Linear(4, 3, bias=bias))
-        oracles.settle(problem, inner)
+        oracles.raise_deferred(problem, inner)
         window = suited(6, 3, None, None).inverse
         found = nhgd.hypergradient(problem, inner, outer, inverse=window)
         assert close(found.grad.flatten(), oracles.hypergradient(problem, inner, outer))
@@ -65,7 +65,7 @@ class TestHypergradient:
 
     def test_it_is_the_slope_of_what_a_model_trained_to_the_end_loses(self):
         problem, inner, outer = tiny(nn.Linear(4, 3, bias=False))
-        oracles.settle(problem, inner)
+        oracles.raise_deferred(problem, inner)
         found = nhgd.hypergradient(problem, inner, outer, inverse=FisherWindow(window=6, fisher="exact"))
         along = normal(24, seed=2)
         slope = oracles.slope(lambda v: oracles.phi(problem, inner, outer, v), oracles.v_of(problem), along)

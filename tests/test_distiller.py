@@ -9,7 +9,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import nhgd
-from nhgd.estimators.distiller import DatasetDistiller
+from nhgd.sklearn.distiller import DatasetDistiller
 
 QUICK = {"per_class": 1, "steps": 60, "random_state": 0}
 

@@ -20,24 +20,23 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 
 import nhgd
+from nhgd._recording.recorder import Recorder
+from nhgd._solver import CLOCKED
 from nhgd.algorithm import AID, NHGD, AbstractAlgorithm, NHGDSingle
-from nhgd.algorithm.base import StepInfo
-from nhgd.algorithm.stage import Stage
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError
 from nhgd.execution import Distributed, Inline
+from nhgd.execution._remote import ridge_point
 from nhgd.execution.base import Report
-from nhgd.execution.channel import Channel, Message
-from nhgd.execution.division import Division
-from nhgd.execution.elsewhere import ridge_point
-from nhgd.execution.packing import from_bytes, joined, packed, shapes, to_bytes, unpacked
-from nhgd.execution.protocol import Tag, Word
-from nhgd.execution.pulse import Pulse
-from nhgd.execution.roles import Roles
-from nhgd.execution.serving import Serving
+from nhgd.execution.distributed.assignment import Division
+from nhgd.execution.distributed.channel import Channel, Message
+from nhgd.execution.distributed.heartbeat import Pulse
+from nhgd.execution.distributed.protocol import Tag, Word
+from nhgd.execution.distributed.roles import Roles
+from nhgd.execution.distributed.server import Serving
+from nhgd.execution.distributed.wire import from_bytes, joined, packed, shapes, to_bytes, unpacked
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Refined
+from nhgd.loop.loop import Loop, StepInfo
 from nhgd.record import tensors
-from nhgd.recorder import Recorder
-from nhgd.solve import CLOCKED
 from nhgd.variable import Variable
 from tests import catalogue, oracles
 from tests.processes import together
@@ -241,7 +240,7 @@ def overhead() -> Answers:
     solver = a_solver(Distributed(), NHGD(KFAC(overhead=0.5)))
     solver.run(steps=1)
     solver.close()
-    return {"inverse": repr(solver.stage.inverse)}
+    return {"inverse": repr(solver.loop.inverse)}
 
 
 def twice(rank: int) -> Answers:
@@ -341,13 +340,13 @@ class Stumbling(AbstractAlgorithm):
     def online(self) -> Any:
         return KFAC()
 
-    def init(self, stage: Stage) -> None:
+    def init(self, loop: Loop) -> None:
         return None
 
-    def step(self, stage: Stage, state: None) -> Any:
+    def step(self, loop: Loop, state: None) -> Any:
         if self.rank == 1:
             raise InputError("My shoes are untied. Tie them.")
-        return None, StepInfo(0.0, float(stage.inner_step()), 0.0)
+        return None, StepInfo(0.0, float(loop.inner_step()), 0.0)
 
 
 @dataclass(frozen=True)
@@ -356,10 +355,10 @@ class StumblingAtOnce(Stumbling):
 
     name: ClassVar[str] = "stumbling at once"
 
-    def init(self, stage: Stage) -> None:
+    def init(self, loop: Loop) -> None:
         if self.rank == 1:
             raise InputError("My shoes are untied. Tie them.")
-        stage.check_alike()
+        loop.assert_equal()
 
 
 @dataclass(frozen=True)
@@ -369,8 +368,8 @@ class Deaf(Stumbling):
     name: ClassVar[str] = "deaf"
     wild: bool = False  # whether the numbers it has then are none
 
-    def step(self, stage: Stage, state: None) -> Any:
-        executor: Any = stage.executor
+    def step(self, loop: Loop, state: None) -> Any:
+        executor: Any = loop.executor
         executor._member.channel.fail("Rank 1 (inner) is gone.")
         if self.wild:
             raise NonFiniteError("the inner loss")

@@ -10,8 +10,8 @@ import torch
 
 import nhgd
 from nhgd.algorithm import names, resolve
+from nhgd.reproduce.settings import INNER_STEPS, OPEN, TABLE
 from nhgd.task import Quadratic
-from nhgd.task.paper import INNER_STEPS, OPEN, TABLE
 
 PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
 COUNTED = ("inner_gradients", "outer_gradients", "hvps", "cross")

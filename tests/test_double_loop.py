@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import nhgd
-from nhgd.algorithm import AID, ALSET, BSA, VRBO, AmIGO, StocBiO, names, resolve, series
+from nhgd.algorithm import AID, ALSET, BSA, VRBO, AmIGO, StocBiO, names, resolve
 from nhgd.inverse import Neumann, QuadraticSGD
+from nhgd.loop import neumann_estimate as series
 from nhgd.task import Quadratic
 from tests import catalogue, oracles
 
@@ -371,7 +372,7 @@ def test_every_derivative_is_counted():
 
     def calls(method, **settings):
         *_, running = stepped(catalogue.weighted_logistic, method, 2, **settings)
-        c = running.stage.calls
+        c = running.loop.calls
         return c.inner_gradients, c.outer_gradients, c.hvps, c.cross
 
     _, inner, _ = catalogue.weighted_logistic()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from nhgd.cli.run import printed_settings
+from nhgd.reproduce.settings import paper
 from nhgd.task import PDE, TASKS, Cleaning, Distillation, Quadratic
-from nhgd.task.paper import paper
 from tests.commands import answer, refusal
 
 
@@ -68,7 +68,7 @@ def test_a_setting_is_refused_before_the_task_is_built(unbuilt, task, arguments,
 )
 def test_what_some_method_takes_is_left_until_it_is_known_which(change):
     """A task may choose method and inverse by itself."""
-    from nhgd.cli.settings import check_early, for_task, parse
+    from nhgd.cli._settings import check_early, for_task, parse
 
     for name in TASKS:
         chosen, rest = for_task(TASKS[name].preset("default"), parse([change]))

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 import nhgd
+from nhgd._recording.recorder import Recorder
+from nhgd._solver import CLOCKED
 from nhgd.algorithm import AID, NHGD, NHGDSingle
 from nhgd.errors import InputError, RunError
 from nhgd.execution import Device, Inline, Stream, Thread, resolve
+from nhgd.execution._background import Launched
 from nhgd.execution.base import Traffic
-from nhgd.execution.beside import Launched
 from nhgd.inverse import EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Identity, Refined
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.record import PerSampleGradients, tensors
-from nhgd.recorder import Recorder
-from nhgd.solve import CLOCKED
 from tests import catalogue, oracles
 
 BESIDE = {"thread": Thread, "device": lambda **settings: Device("cpu", **settings)}
@@ -362,7 +362,7 @@ def test_of_the_gradient_of_a_batch_one_row_is_sent_and_u_the_ridge_and_x(kind):
     row = 8 * problem.theta.numel
     assert executor.measured().bytes_sent == row
     solving, state, _ = executor.curvature()
-    solving.solve(state, torch.ones(problem.theta.numel, dtype=torch.float64), Point(problem, [batch], None))
+    solving.solve(state, torch.ones(problem.theta.numel, dtype=torch.float64), Oracle(problem, [batch], None))
     assert executor.measured().bytes_sent == 3 * row + 8
     executor.close()
 
@@ -530,7 +530,7 @@ def test_a_loader_that_fills_one_array_again_and_again_is_harmless(method, monke
 
 
 def test_a_graph_is_kept_for_the_cross_derivative_only_where_there_is_a_wait(monkeypatch):
-    prepared, asked = Point.prepare, []
+    prepared, asked = Oracle.prepare, []
 
     def prepare(self):
         asked.append(1)
@@ -539,7 +539,7 @@ def test_a_graph_is_kept_for_the_cross_derivative_only_where_there_is_a_wait(mon
     for execution in ("inline", Thread(max_lag=0)):  # with a wait: see above
         problem, inner, outer = catalogue.mlp_module()
         solver = nhgd.Solver(problem, [inner], [outer], method=NHGD(KFAC()), inner_steps=3, execution=execution)
-        monkeypatch.setattr(Point, "prepare", prepare)
+        monkeypatch.setattr(Oracle, "prepare", prepare)
         asked.clear()
         solver.step()
         solver.close()

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import nhgd
+from nhgd._recording.recorder import Recorder
 from nhgd.algorithm import AID, NHGD, NHGDSingle
 from nhgd.execution import Device, Stream, Thread
 from nhgd.inverse import EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Refined
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.record import BatchGradient, mapped, tensors
-from nhgd.recorder import Recorder
 from tests import catalogue
 
 pytestmark = [
@@ -284,7 +284,7 @@ def test_a_stale_copy_waits_for_nothing_that_comes_after_it():
         def __getattr__(self, name):
             return getattr(self.inverse, name)
 
-        def steady(self, state, record):
+        def graphable(self, state, record):
             return None
 
         def observe(self, state, record):
@@ -376,7 +376,7 @@ def test_after_a_second_start_records_are_still_waited_for(backend):
         made_late = row.clone().fill_(1.0)  # on the inner stream, after the sleep
         executor.submit(BatchGradient(None, made_late, 4))
     solving, state, _ = executor.curvature()
-    x, _ = solving.solve(state, torch.ones_like(row), Point(problem, [next(iter(data))], None))
+    x, _ = solving.solve(state, torch.ones_like(row), Oracle(problem, [next(iter(data))], None))
     assert bool(torch.isfinite(x).all())
     executor.drain()
     matrix = executor.snapshot()[0].matrix.cpu()

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import nhgd
-from nhgd.cli.program import app
+from nhgd.cli._program import app
 from nhgd.data import fetch as fetching
 from nhgd.data.fetch import PUBLISHED, Published, Resuming, Source, cache, fetch
 from nhgd.data.idx import find

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import nhgd
 from nhgd.algorithm import BOME, F2SA, resolve
-from nhgd.point import OracleCalls, Point
+from nhgd.oracle import Oracle, OracleCalls
 from nhgd.schedule import Constant, Power
 from nhgd.task import Quadratic
 from tests import catalogue, oracles
@@ -51,7 +51,7 @@ def test_inner_gradients_in_theta_and_v(make):
     problem, inner, outer = make()
     calls = OracleCalls()
     with oracles.undisturbed(problem):
-        found = Point(problem, [inner], outer, calls=calls).inner_gradients()
+        found = Oracle(problem, [inner], outer, calls=calls).inner_gradients()
     in_theta, in_v = levels(problem, inner, outer)[0](oracles.theta_of(problem), oracles.v_of(problem))
     torch.testing.assert_close(found.theta, in_theta, rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(oracles.join(found.v), in_v, rtol=1e-11, atol=1e-13)
@@ -63,24 +63,24 @@ def test_inner_gradients_are_means_over_batches():
     """Weighted by size: two uneven batches are the full one, whose ridge counts once."""
     problem, inner, outer = catalogue.weighted_logistic()
     parts = [tuple(t[:4] for t in inner), tuple(t[4:] for t in inner)]
-    whole, split = Point(problem, [inner], outer).inner_gradients(), Point(problem, parts, outer).inner_gradients()
+    whole, split = Oracle(problem, [inner], outer).inner_gradients(), Oracle(problem, parts, outer).inner_gradients()
     torch.testing.assert_close(split.theta, whole.theta, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(oracles.join(split.v), oracles.join(whole.v), rtol=1e-12, atol=1e-14)
-    short = Point(problem, [inner], outer).inner_gradients(in_v=False)
+    short = Oracle(problem, [inner], outer).inner_gradients(in_v=False)
     torch.testing.assert_close(short.theta, whole.theta, rtol=0, atol=0)
     assert all(bool((g == 0).all()) for g in short.v)
 
 
 def test_theta_can_stand_elsewhere_for_a_while():
     running = stepped(catalogue.mlp_module, "t1t2")
-    stage, here = running.stage, running.problem.theta.flat()
+    loop, here = running.loop, running.problem.theta.flat()
     other = torch.ones_like(here)
-    with stage.elsewhere(other):
+    with loop.elsewhere(other):
         assert torch.equal(running.problem.theta.flat(), other)
     assert torch.equal(running.problem.theta.flat(), here)
-    assert torch.equal(stage.projected(other), other)
+    assert torch.equal(loop.projected(other), other)
     inside = stepped(catalogue.mlp_module, "t1t2", project=0.1)
-    torch.testing.assert_close(inside.stage.projected(other), 0.1 * other / other.norm())
+    torch.testing.assert_close(inside.loop.projected(other), 0.1 * other / other.norm())
     assert float(inside.problem.theta.flat().norm()) <= 0.1 * (1 + 1e-12)
 
 
@@ -234,7 +234,7 @@ def test_bome_takes_a_schedule_of_the_user_as_it_is(outer_lr):
     running = stepped(
         catalogue.ridge_scalar, BOME(halved_after=1), 3, outer_lr=outer_lr, outer_optimizer=torch.optim.SGD
     )
-    assert running.stage.v.rate(running.stage.clock) == 0.1
+    assert running.loop.v.rate(running.loop.clock) == 0.1
 
 
 def of_weights(seed: int = 0):
@@ -435,8 +435,8 @@ def test_what_is_drawn_and_counted():
     single = [tuple(t[i : i + 1] for t in inner) for i in range(12)]
     for method, drawn in ((F2SA(), 8), (F2SA(shared=True), 4), (BOME(), 4)):
         running = stepped(catalogue.weighted_logistic, method, 1, single)
-        calls = running.stage.calls
-        assert len(running.stage.recent) == drawn
+        calls = running.loop.calls
+        assert len(running.loop.recent) == drawn
         assert (calls.hvps, calls.cross) == (0, 0)
         expected = (5, 1) if isinstance(method, BOME) else (8, 4)
         assert (calls.inner_gradients, calls.outer_gradients) == expected

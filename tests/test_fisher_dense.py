@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import nhgd
+from nhgd._recording.recorder import Recorder
 from nhgd.errors import InputError, NonFiniteError
+from nhgd.inverse._learned.learning import learn
 from nhgd.inverse.fisher_dense import DenseState, FisherDense
-from nhgd.inverse.learning import learn
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.record import BatchGradient, PerSampleGradients
-from nhgd.recorder import Recorder
 from tests import catalogue, oracles
 
 D = 50
@@ -26,7 +26,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def point(size: int = D, l2: Any = 0.0) -> Point:
+def oracle(size: int = D, l2: Any = 0.0) -> Oracle:
     """A point whose only use is its ridge."""
     problem = nhgd.Bilevel(
         lambda theta, v, batch: (batch @ theta - v).square(),
@@ -35,7 +35,7 @@ def point(size: int = D, l2: Any = 0.0) -> Point:
         torch.ones(size, dtype=torch.float64),
         l2=l2,
     )
-    return Point(problem, [torch.zeros(1, size, dtype=torch.float64)])
+    return Oracle(problem, [torch.zeros(1, size, dtype=torch.float64)])
 
 
 def per_sample(rows: Tensor) -> PerSampleGradients:
@@ -43,7 +43,7 @@ def per_sample(rows: Tensor) -> PerSampleGradients:
 
 
 def taught(inverse: FisherDense, batches: Tensor) -> DenseState:
-    state = inverse.init(point(batches.shape[2]).problem.theta)
+    state = inverse.init(oracle(batches.shape[2]).problem.theta)
     for rows in batches:
         state = inverse.observe(state, per_sample(rows))
     return state
@@ -96,7 +96,7 @@ def test_a_few_steps_equal_the_definition(form: Any, options: Any, batch: int) -
 def test_two_thousand_full_rank_steps_equal_the_definition(form: Any, options: Any) -> None:
     inverse = FisherDense(form=form, **options)
     batches = normal(2000, 1, D) * torch.linspace(0.3, 3, D, dtype=torch.float64)
-    at, u = point(l2=0.05), normal(D, seed=1)
+    at, u = oracle(l2=0.05), normal(D, seed=1)
     x, stats = inverse.solve(taught(inverse, batches), u, at)
     true = definition(inverse, batches)
     if form == "matrix":
@@ -108,7 +108,7 @@ def test_two_thousand_full_rank_steps_equal_the_definition(form: Any, options: A
 
 def test_average_is_the_papers_rank_one_update_with_a_prior_worth_t0() -> None:
     inverse = FisherDense(form="inverse", update="average", records="batch", t0=2)
-    state = inverse.init(point(5).problem.theta)
+    state = inverse.init(oracle(5).problem.theta)
     a = torch.eye(5, dtype=torch.float64)
     for t, g in enumerate(normal(6, 5), start=2):
         p = a @ g
@@ -119,7 +119,7 @@ def test_average_is_the_papers_rank_one_update_with_a_prior_worth_t0() -> None:
 
 def test_ema_is_the_papers_smoothed_update_of_the_raw_gradient() -> None:
     inverse = FisherDense(form="inverse", update="ema", beta=0.8, records="raw")
-    state = inverse.init(point(5).problem.theta)
+    state = inverse.init(oracle(5).problem.theta)
     a = torch.eye(5, dtype=torch.float64)
     for g in normal(6, 5):
         p = a @ g
@@ -130,7 +130,7 @@ def test_ema_is_the_papers_smoothed_update_of_the_raw_gradient() -> None:
 
 def test_the_first_step_is_defined() -> None:
     # The printed weights divide by t = 0.
-    state = FisherDense(form="inverse").init(point(3).problem.theta)
+    state = FisherDense(form="inverse").init(oracle(3).problem.theta)
     state = FisherDense(form="inverse").observe(state, per_sample(torch.eye(3, dtype=torch.float64)[:1]))
     torch.testing.assert_close(state.matrix, torch.diag(torch.tensor([1.0, 2.0, 2.0], dtype=torch.float64)))
 
@@ -147,7 +147,7 @@ def test_the_matrix_needs_no_prior_and_corrects_the_bias_of_its_start() -> None:
 @pytest.mark.parametrize("l2", [0.1, lambda v: 0.05 + v.square().cumsum(0) / 10])
 @pytest.mark.parametrize("damping", [None, 0.0, 0.3])
 def test_ridge_and_damping_are_exact(l2: Any, damping: float | None) -> None:
-    batches, u, at = normal(3, 4, 8), normal(8, seed=1), point(8, l2)
+    batches, u, at = normal(3, 4, 8), normal(8, seed=1), oracle(8, l2)
     x, stats = FisherDense(damping=damping).solve(taught(FisherDense(), batches), u, at)
     shifted = definition(FisherDense(), batches) + oracles.ridge_hessian(at.problem)
     shifted += (damping or 0.0) * torch.eye(8, dtype=torch.float64)
@@ -157,7 +157,7 @@ def test_ridge_and_damping_are_exact(l2: Any, damping: float | None) -> None:
 
 def test_without_a_ridge_the_damping_is_a_share_of_the_mean_diagonal() -> None:
     batches, u = normal(3, 4, 8), normal(8, seed=1)
-    x, stats = FisherDense().solve(taught(FisherDense(), batches), u, point(8))
+    x, stats = FisherDense().solve(taught(FisherDense(), batches), u, oracle(8))
     true = definition(FisherDense(), batches)
     damping = 1e-3 * float(true.diagonal().mean())
     assert stats.notes["damping"] == pytest.approx(damping, rel=1e-12)
@@ -173,7 +173,7 @@ def test_the_ridge_is_not_in_the_fisher_matrix() -> None:
     for given in (problem, plain):
         torch.testing.assert_close(learn(FisherDense(), given, [inner_batch]).matrix, f, rtol=1e-12, atol=1e-14)
     u = normal(problem.theta.numel)
-    x, _ = FisherDense().solve(learn(FisherDense(), problem, [inner_batch]), u, Point(problem, [inner_batch]))
+    x, _ = FisherDense().solve(learn(FisherDense(), problem, [inner_batch]), u, Oracle(problem, [inner_batch]))
     torch.testing.assert_close(f @ x + 0.1 * x, u)
 
 
@@ -292,7 +292,7 @@ def test_the_literal_ema_overflows_in_float32_and_the_guard_stops_it_before() ->
             break
     assert literal is not None
     inverse = FisherDense(form="inverse", update="ema", beta=0.8, dtype=torch.float32)
-    state = inverse.init(point().problem.theta)
+    state = inverse.init(oracle().problem.theta)
     message = ""
     for rows in batches[:literal]:
         try:
@@ -331,7 +331,7 @@ def test_gradients_that_outgrow_the_prior_are_told_from_an_inverse_that_winds_up
     sizes: tuple[float, ...], cause: str
 ) -> None:
     inverse = FisherDense(form="inverse", update="ema", beta=0.8, records="raw")
-    state = inverse.init(point().problem.theta)
+    state = inverse.init(oracle().problem.theta)
     with pytest.raises(NonFiniteError) as caught:  # noqa: PT012
         for size in sizes:
             row = size * normal(D)
@@ -344,7 +344,7 @@ def test_gradients_that_outgrow_the_prior_are_told_from_an_inverse_that_winds_up
 def test_the_guard_can_restart_from_the_prior(dtype: torch.dtype) -> None:
     batches, _ = rank_ten(400)
     inverse = FisherDense(form="inverse", update="ema", beta=0.8, dtype=dtype, guard="restart")
-    state, at, u = inverse.init(point().problem.theta), point(), normal(D)
+    state, at, u = inverse.init(oracle().problem.theta), oracle(), normal(D)
     before = 0
     for rows in batches:
         state = inverse.observe(state, per_sample(rows))
@@ -364,7 +364,7 @@ def test_gradients_of_low_rank_are_right_where_they_lie_or_stopped(form: Any, op
     batches, basis = rank_ten(2000)
     batches = batches * scale
     inverse = FisherDense(form=form, prior=scale**2, **options)
-    at, u = point(l2=0.05 * scale**2), basis @ normal(10, seed=2)
+    at, u = oracle(l2=0.05 * scale**2), basis @ normal(10, seed=2)
     try:
         x, _ = inverse.solve(taught(inverse, batches), u, at)
     except NonFiniteError:
@@ -381,7 +381,7 @@ def test_gradients_of_low_rank_are_right_where_they_lie_or_stopped(form: Any, op
 def test_until_the_guard_acts_the_inverse_is_right(dtype: torch.dtype, beta: float) -> None:
     batches, basis = rank_ten(400)
     inverse = FisherDense(form="inverse", update="ema", beta=beta, dtype=dtype)
-    state = inverse.init(point().problem.theta)
+    state = inverse.init(oracle().problem.theta)
     true = torch.eye(10, dtype=torch.float64)
     with pytest.raises(NonFiniteError, match="wound up"):  # noqa: PT012
         for rows in batches:
@@ -397,11 +397,11 @@ def test_nothing_non_finite_gets_through() -> None:
     bad[1, 2] = torch.inf
     for form in FORMS:
         inverse = FisherDense(form=form, guard="restart")
-        state = inverse.init(point(4).problem.theta)
+        state = inverse.init(oracle(4).problem.theta)
         with pytest.raises(NonFiniteError, match="observation 1 holds nan or inf"):
             inverse.observe(state, per_sample(bad))
         with pytest.raises(NonFiniteError, match="solution"):
-            inverse.solve(state, torch.full((4,), torch.nan), point(4, 0.1))
+            inverse.solve(state, torch.full((4,), torch.nan), oracle(4, 0.1))
 
 
 # Manners.
@@ -414,21 +414,21 @@ def test_before_any_observation_there_is_the_prior_or_the_ridge() -> None:
         (FisherDense(), 0.1, u / 0.2),
         (FisherDense(damping=0.5), 0.0, u / 0.5),
     ):
-        x, _ = inverse.solve(inverse.init(point(4).problem.theta), u, point(4, l2))
+        x, _ = inverse.solve(inverse.init(oracle(4).problem.theta), u, oracle(4, l2))
         torch.testing.assert_close(x, true)
     with pytest.raises(InputError, match=r"observed no inner step yet.*l2 above 0, or pass damping"):
-        FisherDense().solve(FisherDense().init(point(4).problem.theta), u, point(4))
+        FisherDense().solve(FisherDense().init(oracle(4).problem.theta), u, oracle(4))
 
 
 def test_a_singular_matrix_is_refused() -> None:
     inverse = FisherDense(damping=0.0)
     with pytest.raises(InputError, match="larger damping"):
-        inverse.solve(taught(inverse, torch.zeros(1, 2, 4, dtype=torch.float64)), normal(4), point(4))
+        inverse.solve(taught(inverse, torch.zeros(1, 2, 4, dtype=torch.float64)), normal(4), oracle(4))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_solve_is_linear_symmetric_and_pure(form: Any) -> None:
-    inverse, at = FisherDense(form=form), point(8, 0.05)
+    inverse, at = FisherDense(form=form), oracle(8, 0.05)
     state = taught(inverse, normal(5, 3, 8))
     before = state.clone()
     a, b = normal(8, seed=1), normal(8, seed=2)
@@ -455,7 +455,7 @@ def test_the_state_moves_and_saves(form: Any) -> None:
 
 def test_float64_by_default_whatever_theta_is() -> None:
     problem = nhgd.Bilevel(lambda t, v, x: x @ t * v, lambda t, v, x: t.sum(), torch.zeros(3), torch.ones(()), l2=0.1)
-    at = Point(problem, [torch.ones(2, 3)])
+    at = Oracle(problem, [torch.ones(2, 3)])
     state = learn(FisherDense(), problem, [torch.ones(2, 3)])
     assert state.matrix.dtype == torch.float64
     x, _ = FisherDense().solve(state, torch.ones(3), at)
@@ -463,7 +463,7 @@ def test_float64_by_default_whatever_theta_is() -> None:
 
 
 def test_memory_is_at_least_the_state() -> None:
-    theta = point(20).problem.theta
+    theta = oracle(20).problem.theta
     for form in FORMS:
         held = FisherDense(form=form).init(theta).matrix
         assert held.numel() * held.element_size() <= FisherDense(form=form).memory(theta)

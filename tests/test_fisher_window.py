@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nhgd
+from nhgd._recording.recorder import Recorder
 from nhgd.errors import InputError, NonFiniteError
-from nhgd.inverse import fisher_window, gram
+from nhgd.inverse import fisher_window
+from nhgd.inverse._learned import gram
+from nhgd.inverse._learned.learning import learn
 from nhgd.inverse.fisher_window import FisherWindow, WindowState
-from nhgd.inverse.learning import learn
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.record import BatchGradient, PerSampleGradients
-from nhgd.recorder import Recorder
 from tests import catalogue, oracles
 
 D = 12
@@ -28,7 +29,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def point(size: int = D, l2: Any = 0.0) -> Point:
+def oracle(size: int = D, l2: Any = 0.0) -> Oracle:
     """A point whose only use is its ridge."""
     problem = nhgd.Bilevel(
         lambda theta, v, batch: (batch @ theta - v).square(),
@@ -37,12 +38,12 @@ def point(size: int = D, l2: Any = 0.0) -> Point:
         torch.linspace(0.1, 1, size, dtype=torch.float64),
         l2=l2,
     )
-    return Point(problem, [torch.zeros(1, size, dtype=torch.float64)])
+    return Oracle(problem, [torch.zeros(1, size, dtype=torch.float64)])
 
 
 def taught(inverse: FisherWindow, batches: list[Tensor], roots: int = 1) -> WindowState:
     """A state after batches of rows (K B, D)."""
-    state = inverse.init(point(batches[0].shape[1]).problem.theta)
+    state = inverse.init(oracle(batches[0].shape[1]).problem.theta)
     for rows in batches:
         state = inverse.observe(state, PerSampleGradients(rows, len(rows) // roots))
     return state
@@ -60,7 +61,7 @@ def definition(inverse: FisherWindow, batches: list[Tensor], roots: int = 1) -> 
     return sum(w * s.T @ s for w, s in zip(weights, samples, strict=True)) / sum(weights)
 
 
-def solved(matrix: Tensor, at: Point, damping: float, u: Tensor) -> Tensor:
+def solved(matrix: Tensor, at: Oracle, damping: float, u: Tensor) -> Tensor:
     shifted = matrix + oracles.ridge_hessian(at.problem) + damping * torch.eye(len(u), dtype=u.dtype)
     return torch.linalg.solve(shifted, u)
 
@@ -85,7 +86,7 @@ def test_the_window_equals_dense_algebra(weights: Any, roots: int, sizes: list[i
     state = taught(inverse, batches, roots)
     for l2 in RIDGES:
         for damping in (None, 0.3):
-            at = point(l2=l2)
+            at = oracle(l2=l2)
             x, stats = FisherWindow(8, weights, 0.6, "sample", damping=damping).solve(state, u, at)
             assert error(x, solved(f, at, damping or 0.0, u)) < 1e-10
             assert stats.notes["damping"] == (damping or 0.0)
@@ -100,21 +101,21 @@ def test_without_a_ridge_the_damping_is_a_share_of_the_mean_diagonal(weights: An
     batches, u = [normal(3, D, seed=b) for b in range(4)], normal(D, seed=99)
     f = definition(inverse, batches)
     damping = 1e-3 * float(f.diagonal().mean())
-    x, stats = inverse.solve(taught(inverse, batches), u, point())
+    x, stats = inverse.solve(taught(inverse, batches), u, oracle())
     assert stats.notes["damping"] == pytest.approx(damping, rel=1e-12)
-    assert error(x, solved(f, point(), damping, u)) < 1e-10
+    assert error(x, solved(f, oracle(), damping, u)) < 1e-10
     # A ridge that leaves out one parameter is no ridge for the default.
-    partial = point(l2=lambda v: v * (torch.arange(D) > 0))
+    partial = oracle(l2=lambda v: v * (torch.arange(D) > 0))
     assert inverse.solve(taught(inverse, batches), u, partial)[1].notes["damping"] == pytest.approx(damping)
 
 
 def test_one_row_a_step_from_batch_gradients() -> None:
     inverse = FisherWindow(window=4, records="batch")
     rows = normal(6, D)
-    state = inverse.init(point().problem.theta)
+    state = inverse.init(oracle().problem.theta)
     for row in rows:
         state = inverse.observe(state, BatchGradient(row, 5 * row, samples=32))
-    u, at = normal(D, seed=1), point(l2=0.05)
+    u, at = normal(D, seed=1), oracle(l2=0.05)
     assert error(inverse.solve(state, u, at)[0], solved(rows[2:].T @ rows[2:] / 4, at, 0.0, u)) < 1e-10
 
 
@@ -124,7 +125,7 @@ def test_it_inverts_the_empirical_fisher_matrix_and_the_ridge(make: Any, records
     problem, inner_batch, _ = make()
     u = normal(problem.theta.numel)
     inverse = FisherWindow(records=records)
-    x, _ = inverse.solve(learn(inverse, problem, [inner_batch]), u, Point(problem, [inner_batch]))
+    x, _ = inverse.solve(learn(inverse, problem, [inner_batch]), u, Oracle(problem, [inner_batch]))
     assert error(x, torch.linalg.solve(oracles.damped_fisher(problem, inner_batch), u)) < 1e-9
 
 
@@ -225,19 +226,19 @@ def test_layers_give_the_same_as_gradients(name: str, keep: str, fisher: Any, mo
     u = normal(problem.theta.numel, seed=9)
     for l2 in trees(problem).values():
         ridged = nhgd.Bilevel(problem.inner, problem.outer, problem.theta.given, problem.v.given, l2=l2)
-        at = Point(ridged, [batches[0]])
+        at = Oracle(ridged, [batches[0]])
         assert error(layer.solve(one, u, at)[0], sample.solve(two, u, at)[0]) < 1e-10
 
 
 def test_small_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, batches = of_net("mlp", l2=lambda v: dict.fromkeys(problem.theta.names, v.square().mean()))
-    u, at = normal(problem.theta.numel, seed=9), Point(problem, [batches[0]])
+    u, at = normal(problem.theta.numel, seed=9), Oracle(problem, [batches[0]])
     ridged = nhgd.Bilevel(
         problem.inner, problem.outer, problem.theta.given, problem.v.given, l2=trees(problem)["entry"]
     )
     for records in ("layer", "sample"):
         inverse = FisherWindow(window=9, records=records)
-        for where in (at, Point(ridged, [batches[0]])):
+        for where in (at, Oracle(ridged, [batches[0]])):
             whole = inverse.solve(learn(inverse, problem, batches), u, where)[0]
             monkeypatch.setattr(gram, "PIECE", 20)
             monkeypatch.setattr(fisher_window, "NUMBERS_AT_A_TIME", 20)
@@ -297,7 +298,7 @@ def test_exact_on_a_linear_softmax_model_is_the_hessian(records: Any) -> None:
     problem, batches = of_net("linear")
     inverse = FisherWindow(records=records, fisher="exact")
     everything = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
-    u, at = normal(problem.theta.numel, seed=9), Point(problem, [everything])
+    u, at = normal(problem.theta.numel, seed=9), Oracle(problem, [everything])
     x, stats = inverse.solve(learn(inverse, problem, batches), u, at)
     assert stats.notes["rows"] == 36
     assert error(x, torch.linalg.solve(oracles.hessian(problem, everything), u)) < 1e-8
@@ -316,7 +317,7 @@ def test_exact_on_a_network_with_a_squared_error_is_the_ggn(records: Any) -> Non
     v = torch.tensor(0.3, dtype=torch.float64)
     problem = nhgd.Bilevel(inner, lambda m, v, b: m(b[0]).sum(), net, v, l2=0.05, likelihood="gaussian")
     inverse = FisherWindow(records=records, fisher="exact")
-    u, at = normal(problem.theta.numel, seed=9), Point(problem, [(x, y)])
+    u, at = normal(problem.theta.numel, seed=9), Oracle(problem, [(x, y)])
     found, _ = inverse.solve(learn(inverse, problem, [(x[:5], y[:5]), (x[5:], y[5:])]), u, at)
     assert error(at.ggn(found), u) < 1e-8
     assert error(found, torch.linalg.solve(oracles.ggn(problem, (x, y)) + oracles.ridge_hessian(problem), u)) < 1e-8
@@ -359,12 +360,12 @@ def test_the_ridge_is_not_in_the_fisher_matrix() -> None:
 def test_directions_without_visits_keep_the_damping_for_ever() -> None:
     # The running inverse grows by 1 / beta each step there.
     inverse = FisherWindow(window=64, weights="ema", beta=0.8, records="sample", damping=0.1)
-    state = inverse.init(point().problem.theta)
+    state = inverse.init(oracle().problem.theta)
     rows = F.pad(normal(4, 2), (0, D - 2))
     for _ in range(500):
         state = inverse.observe(state, PerSampleGradients(rows, 4))
     u = F.pad(normal(D - 2, seed=1), (2, 0))
-    torch.testing.assert_close(inverse.solve(state, u, point())[0], u / 0.1)
+    torch.testing.assert_close(inverse.solve(state, u, oracle())[0], u / 0.1)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -375,7 +376,7 @@ def test_float32_gradients_of_low_rank_are_right_where_they_lie(weights: Any) ->
     state, u = taught(inverse, batches), basis @ normal(10, seed=2)
     assert state.rows["0"].dtype == torch.float32
     for l2, damping in ((5e-4, 0.0), (0.0, None)):
-        at = point(50, l2)
+        at = oracle(50, l2)
         x, stats = inverse.solve(state, u.float(), at)
         true = solved(definition(inverse, [b.double() for b in batches]), at, stats.notes["damping"], u)
         assert x.dtype == torch.float32
@@ -400,9 +401,9 @@ def test_a_step_multiplies_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -
     state = taught(inverse, [normal(3, D, seed=i) for i in range(4)])
     assert seen == [(3, 3), (3, 6), (2, 8), (1, 8), (3, 8)]  # the third goes round the end of the ring
     for l2 in (0.1, lambda v: v.sum()):
-        inverse.solve(state, normal(D), point(l2=l2))
+        inverse.solve(state, normal(D), oracle(l2=l2))
     assert len(seen) == 5  # a constant ridge needs no new product, whatever its value
-    inverse.solve(state, normal(D), point(l2=lambda v: v))
+    inverse.solve(state, normal(D), oracle(l2=lambda v: v))
     assert seen[5:] == [(8, 8)]
 
 
@@ -435,17 +436,17 @@ def test_before_any_observation_there_is_the_ridge_or_the_damping() -> None:
         (FisherWindow(damping=0.5), 0.0, u / 0.5),
         (FisherWindow(damping=0.5), lambda v: v, u / (0.5 + 2 * torch.linspace(0.1, 1, D, dtype=torch.float64))),
     ):
-        x, stats = inverse.solve(inverse.init(point().problem.theta), u, point(l2=l2))
+        x, stats = inverse.solve(inverse.init(oracle().problem.theta), u, oracle(l2=l2))
         torch.testing.assert_close(x, true)
         assert stats.notes["samples"] == 0
     with pytest.raises(InputError, match=r"observed no inner step yet.*l2 above 0, or pass damping"):
-        FisherWindow().solve(FisherWindow().init(point().problem.theta), u, point())
+        FisherWindow().solve(FisherWindow().init(oracle().problem.theta), u, oracle())
 
 
 def test_no_ridge_and_no_damping_is_refused() -> None:
     inverse = FisherWindow(window=20, records="sample", damping=0.0)
     with pytest.raises(InputError, match="both 0 for some parameters"):
-        inverse.solve(taught(inverse, [normal(20, D)]), normal(D), point())
+        inverse.solve(taught(inverse, [normal(20, D)]), normal(D), oracle())
 
 
 def test_what_is_not_finite_is_named_and_leaves_with_its_sample() -> None:
@@ -455,9 +456,9 @@ def test_what_is_not_finite_is_named_and_leaves_with_its_sample() -> None:
     good = normal(4, D, seed=1)
     state = taught(inverse, [bad])
     with pytest.raises(NonFiniteError, match=r"gradient in the window.*inner_lr"):
-        inverse.solve(state, normal(D), point(l2=0.1))
+        inverse.solve(state, normal(D), oracle(l2=0.1))
     state = inverse.observe(state, PerSampleGradients(good, 4))
-    at, u = point(l2=0.1), normal(D, seed=2)
+    at, u = oracle(l2=0.1), normal(D, seed=2)
     assert error(inverse.solve(state, u, at)[0], solved(good.T @ good / 4, at, 0.0, u)) < 1e-10
     with pytest.raises(NonFiniteError, match="solution"):
         inverse.solve(state, torch.full((D,), torch.inf, dtype=torch.float64), at)
@@ -465,7 +466,7 @@ def test_what_is_not_finite_is_named_and_leaves_with_its_sample() -> None:
 
 @pytest.mark.parametrize("l2", RIDGES)
 def test_solve_is_linear_symmetric_and_pure(l2: Any) -> None:
-    inverse, at = FisherWindow(window=8, records="sample"), point(l2=l2)
+    inverse, at = FisherWindow(window=8, records="sample"), oracle(l2=l2)
     state = taught(inverse, [normal(3, D, seed=i) for i in range(4)])
     before = state.clone()
     a, b = normal(D, seed=1), normal(D, seed=2)
@@ -490,7 +491,7 @@ def test_the_state_moves_and_saves(name: str) -> None:
     for path, tensor in one.tensors().items():
         assert torch.equal(tensor, two.tensors()[path])
     assert not torch.equal(copy.gram, one.gram)
-    u, at = normal(problem.theta.numel), Point(problem, [batches[0]])
+    u, at = normal(problem.theta.numel), Oracle(problem, [batches[0]])
     assert torch.equal(inverse.solve(one, u, at)[0], inverse.solve(two, u, at)[0])
 
 
@@ -528,10 +529,10 @@ def test_many_rows_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     inverse = FisherWindow(window=7, fisher="exact")
     with pytest.raises(InputError, match=r"7 samples with 3 rows each has 21 rows.*fisher='sampled'.*allow_large"):
         learn(inverse, problem, batches)
-    assert inverse.cautions(problem.theta) == ["21 rows are refused without allow_large=True"]
+    assert inverse.warnings_for(problem.theta) == ["21 rows are refused without allow_large=True"]
     allowed = FisherWindow(window=7, fisher="exact", allow_large=True)
     assert learn(allowed, problem, batches).gram.shape == (21, 21)
-    assert allowed.cautions(problem.theta) == []
+    assert allowed.warnings_for(problem.theta) == []
 
 
 def test_a_record_of_another_kind_is_refused() -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import nhgd
 from nhgd.inverse import CG, Broyden, Exact, FisherDense, Identity, Neumann, Nystrom, QuadraticSGD, Refined
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.task import Cleaning
-from nhgd.task.inner_solver import lbfgs, newton, newton_cg
+from nhgd.task._inner_solver import lbfgs, newton, newton_cg
 from tests import oracles
 from tests.catalogue import normal, settled, weighted_logistic
 from tests.test_inverse import quadratic
@@ -301,7 +301,7 @@ def test_single_precision_has_a_reference_too(make: Any) -> None:
 # The solvers by themselves.
 
 
-def flat_directions(seed: int = 0) -> tuple[Point, Tensor, Tensor]:
+def flat_directions(seed: int = 0) -> tuple[Oracle, Tensor, Tensor]:
     """H of rank 12 in 60 dimensions, u with a part outside of its range, and the shortest adjoint."""
     torch.manual_seed(seed)
     rows = normal(12, 60)

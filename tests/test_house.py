@@ -16,36 +16,38 @@ from types import ModuleType
 import pytest
 
 import nhgd
+from nhgd._registry import Registry
 from nhgd.hypergradients import ESTIMATORS
 from nhgd.inverse import INVERSES
-from nhgd.registry import Registry
 from tests import catalogue
 
 # A file imports from the rows above its own and from its own folder. A new noun needs a place here.
 ORDER = """
     errors
-    validation path
-    registry schedule memory progress interruption randomness stagnation theory autocast
+    _validation _path
+    _registry schedule _memory _progress _interruption _randomness _stagnation _autocast
+    plot
     data likelihood
-    team
-    reducer
+    data_parallel
+    _reducer
     variable
     problem
-    point
-    threads
-    one_sample
+    oracle
+    _threads
     record
-    accounting
-    recorder
+    _recording
     inverse
+    _cost
     hypergradients execution
+    loop
     algorithm
     checkpoint
-    solve
-    reference
-    diagnosis
-    check plan task
-    estimators report
+    _solver
+    _reference
+    _diagnosis
+    _check _plan task
+    reproduce
+    sklearn
     cli
 """
 RANK = {name: rank for rank, row in enumerate(ORDER.split("\n")) for name in row.split()}

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import nhgd
 from nhgd.inverse import CG, AbstractInverse, Exact, FixedPoint, Identity, Neumann
-from nhgd.inverse.learning import learn
-from nhgd.inverse.spectrum import largest_eigenvalue
-from nhgd.inverse.state import State
-from nhgd.point import OracleCalls, Point
+from nhgd.inverse._krylov.spectrum import largest_eigenvalue
+from nhgd.inverse._learned.learning import learn
+from nhgd.inverse._learned.state import State
+from nhgd.oracle import Oracle, OracleCalls
 from tests import oracles
 from tests.catalogue import INVERSES, InverseCase, Make, mlp_module, normal, of_classifier, plain_tensor, settled
 
@@ -31,10 +31,10 @@ def sizes(*vectors: Tensor) -> float:
     return max(float(v.norm()) for v in vectors)
 
 
-def at_optimum(case: InverseCase, make: Make) -> tuple[AbstractInverse, nhgd.Bilevel, Any, Point, Any]:
+def at_optimum(case: InverseCase, make: Make) -> tuple[AbstractInverse, nhgd.Bilevel, Any, Oracle, Any]:
     problem, inner_batch, outer_batch = settled(make)
     inverse = case.make()
-    point = Point(problem, [inner_batch], outer_batch)
+    point = Oracle(problem, [inner_batch], outer_batch)
     return inverse, problem, inner_batch, point, learn(inverse, problem, [inner_batch])
 
 
@@ -81,9 +81,9 @@ def test_it_has_manners(case: InverseCase, make: Make) -> None:
     with oracles.undisturbed(problem):
         state = learn(inverse, problem, [inner_batch])
         before = {} if state is None else {k: t.clone() for k, t in state.tensors().items()}
-        point = Point(problem, [inner_batch], outer_batch, calls=calls)
+        point = Oracle(problem, [inner_batch], outer_batch, calls=calls)
         first, stats = inverse.solve(state, u, point)
-        second, _ = inverse.solve(state, u, Point(problem, [inner_batch], outer_batch))
+        second, _ = inverse.solve(state, u, Oracle(problem, [inner_batch], outer_batch))
     assert torch.equal(first, second)
     assert torch.equal(u, given)
     assert stats.hvps == calls.hvps
@@ -131,7 +131,7 @@ def test_float32_stays_float32(case: InverseCase) -> None:
     inverse = case.make()
     state = learn(inverse, problem, [batch])
     u = torch.ones(problem.theta.numel)
-    found, _ = inverse.solve(state, u, Point(problem, [batch]))
+    found, _ = inverse.solve(state, u, Oracle(problem, [batch]))
     assert found.dtype == torch.float32
     assert bool(torch.isfinite(found).all())
 
@@ -157,7 +157,7 @@ def test_it_describes_itself(case: InverseCase) -> None:
     problem, _, _ = case.problems[0]()
     assert inverse.memory(problem.theta) >= 0
     assert inverse.records in (None, "batch", "raw", "sample", "layer")
-    assert all(isinstance(caution, str) for caution in inverse.cautions(problem.theta))
+    assert all(isinstance(caution, str) for caution in inverse.warnings_for(problem.theta))
     with pytest.raises(dataclasses.FrozenInstanceError):
         inverse.name = "other"  # type: ignore[misc]
     assert nhgd.inverse.resolve(inverse) is inverse
@@ -191,7 +191,7 @@ def test_an_unknown_name() -> None:
 # Iterative methods on a Hessian that is given.
 
 
-def quadratic(hessian: Tensor) -> Point:
+def quadratic(hessian: Tensor) -> Oracle:
     """A point whose inner Hessian is `hessian` and whose inner loss is a scalar."""
     problem = nhgd.Bilevel(
         lambda theta, v, batch: 0.5 * theta @ hessian @ theta - v @ theta,
@@ -199,7 +199,7 @@ def quadratic(hessian: Tensor) -> Point:
         normal(len(hessian)),
         normal(len(hessian)),
     )
-    return Point(problem, [None])
+    return Oracle(problem, [None])
 
 
 def positive(size: int, spread: float = 1.0) -> Tensor:
@@ -238,7 +238,7 @@ def test_cg_stays_finite_long_after_it_has_converged(dtype: torch.dtype, scale: 
         torch.zeros(20, dtype=dtype),
     )
     u = normal(20).to(dtype)
-    x, stats = CG(steps=200, tol=0).solve(None, u, Point(problem, [None]))
+    x, stats = CG(steps=200, tol=0).solve(None, u, Oracle(problem, [None]))
     assert not stats.notes["negative_curvature"]
     assert stats.converged
     error = (hessian @ x - u).norm() / u.norm()
@@ -418,7 +418,7 @@ def test_exact_on_a_singular_hessian_says_that_it_failed() -> None:
 def test_exact_refuses_what_is_too_large() -> None:
     problem, batch, _ = mlp_module()
     with pytest.raises(nhgd.InputError, match=r"24 x 24 matrix.*Use cg, or raise max_dim \(now 10\)"):
-        Exact(max_dim=10).solve(None, problem.theta.flat(), Point(problem, [batch]))
+        Exact(max_dim=10).solve(None, problem.theta.flat(), Oracle(problem, [batch]))
 
 
 def test_the_identity_scales() -> None:
@@ -432,7 +432,7 @@ def test_products_are_counted_in_batches() -> None:
     problem, batch, outer_batch = settled(plain_tensor)
     halves = [tuple(t[:5] for t in batch), tuple(t[5:] for t in batch)]
     u = normal(problem.theta.numel)
-    whole, one = Exact().solve(None, u, Point(problem, [batch], outer_batch))
-    split, two = Exact().solve(None, u, Point(problem, halves, outer_batch))
+    whole, one = Exact().solve(None, u, Oracle(problem, [batch], outer_batch))
+    split, two = Exact().solve(None, u, Oracle(problem, halves, outer_batch))
     torch.testing.assert_close(split, whole, rtol=1e-10, atol=1e-12)
     assert (one.hvps, two.hvps) == (6, 12)

@@ -159,7 +159,7 @@ def test_the_longer_it_differentiates_the_nearer_it_ends():
 
 def test_the_derivatives_are_counted():
     _, _, running = stepped(catalogue.weighted_logistic, ITD(truncate=2), 3)
-    calls = running.stage.calls
+    calls = running.loop.calls
     assert (calls.inner_gradients, calls.outer_gradients, calls.hvps, calls.cross) == (15, 3, 3, 6)
     assert calls.samples == 15 * 12
     assert running.history[-1]["differentiated"] == 2

@@ -29,7 +29,7 @@ import nhgd
 from benchmarks import file_faults
 from nhgd.checkpoint import Saved, disk, files, lock
 from nhgd.checkpoint.files import newest, numbered
-from nhgd.cli.output import Folder
+from nhgd.cli._output import Folder
 from nhgd.execution import Thread
 from nhgd.task import Quadratic
 from tests.commands import answer, invoke, refusal, strict_json
@@ -101,7 +101,7 @@ def test_tensors_that_do_not_fit_on_the_disk_end_the_run_with_a_sentence(tmp_pat
         solver.step()
     small_disk(None)
     assert names(tmp_path / "a") == ["checkpoint-000001"]
-    assert kind.resumed(tmp_path / "a").stage.clock.k == 1
+    assert kind.resumed(tmp_path / "a").loop.clock.k == 1
 
 
 def test_an_error_of_safetensors_on_reading_is_a_sentence(tmp_path):
@@ -393,7 +393,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(damage, a_run, tmp_pa
         UserWarning, match=r"checkpoint-000004.*goes on from the checkpoint before, .*000003, outer step 3\."
     ):
         continued = kind.resumed(path)
-    assert continued.stage.clock.k == 3
+    assert continued.loop.clock.k == 3
     assert_same(whole, expected, continued, continued.run(steps=6))
     assert names(path) == ["checkpoint-000006", "checkpoint-000007"]
     # Where both are damaged, it is said of the newest, and nothing hangs or is used.
@@ -428,7 +428,7 @@ def test_a_folder_that_is_deleted_under_a_run_is_made_again(what, tmp_path):
     solver.step()
     solver.close()
     continued = kind.resumed(tmp_path / "a")
-    assert continued.stage.clock.k == 5
+    assert continued.loop.clock.k == 5
     assert_same(whole, expected, continued, continued.run(steps=1))
 
 
@@ -676,7 +676,7 @@ solver.problem.inner = disturbed
 try:
     solver.run(steps=50)
 except KeyboardInterrupt as stop:
-    print(stop, solver.stage.clock.k, sep="|")
+    print(stop, solver.loop.clock.k, sep="|")
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 """
 
@@ -701,7 +701,7 @@ def test_ctrl_c_in_the_middle_of_a_step_keeps_the_run_at_a_whole_one(tmp_path):
         return made.start("nhgd", inner_steps=2, **more)
 
     continued = started(resume=True, checkpoint=tmp_path / "a")
-    assert continued.stage.clock.k == int(step) > 0
+    assert continued.loop.clock.k == int(step) > 0
     whole = started()
     assert_same(whole, whole.run(steps=9), continued, continued.run(steps=9))
 
@@ -852,7 +852,7 @@ def test_a_signal_after_the_numbers_were_written_says_where_they_are(moment, tmp
         "def end(*given): os.kill(os.getpid(), signal.SIGTERM)\n"
         "def end_twice(*given): end(); end()\n"
         "def advance(solver, advanced=nhgd.Solver._advance):\n"
-        "    if solver.stage.clock.k == 2: end()\n"
+        "    if solver.loop.clock.k == 2: end()\n"
         "    return advanced(solver)\n"
         "def build(*given, built=nhgd.task.Quadratic.build):\n"
         "    return dataclasses.replace(built(*given), summary=end)\n"
@@ -947,9 +947,9 @@ def test_forged_contents_with_hashes_that_fit_are_refused_by_a_sentence_or_run(m
         (("run", "map", "began"), {"float": "inf"}),
         (("run", "map", "best"), {"float": "nan"}),
         (("seconds",), {"float": "nan"}),
-        (("stage", "map", "clock", "map", "k"), 10**9),
-        (("stage", "map", "clock", "map", "__class__"), 3),
-        (("stage", "map", "inner_data", "map", "taken"), 10**18),
+        (("loop", "map", "clock", "map", "k"), 10**9),
+        (("loop", "map", "clock", "map", "__class__"), 3),
+        (("loop", "map", "inner_data", "map", "taken"), 10**18),
         (("randomness", "map", "numpy_rest"), [10**6, 0, 0.0]),
         (("history", "rows"), 10**9),
         (("history", "bytes"), 10**18),

@@ -14,14 +14,14 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 import nhgd
-from nhgd.execution.elsewhere import RidgePoint, solve_there
+from nhgd._recording.recorder import Recorder
+from nhgd.execution._remote import RidgePoint, solve_there
 from nhgd.inverse import EKFAC, KFAC
+from nhgd.inverse._learned.kronecker import Basis
+from nhgd.inverse._learned.learning import learn
+from nhgd.inverse._learned.statistics import second_moments
 from nhgd.inverse.ekfac import _carried
-from nhgd.inverse.kronecker import Basis
-from nhgd.inverse.learning import learn
-from nhgd.inverse.statistics import second_moments
-from nhgd.point import Point
-from nhgd.recorder import Recorder
+from nhgd.oracle import Oracle
 from tests import catalogue, oracles
 
 BOTH = [KFAC, EKFAC]
@@ -134,7 +134,7 @@ def direction(problem: nhgd.Bilevel) -> Tensor:
 
 
 def solved(inverse: Any, problem: nhgd.Bilevel, batches: list[Any], u: Tensor) -> Tensor:
-    return inverse.solve(learn(inverse, problem, batches), u, nhgd.point.Point(problem, batches))[0]
+    return inverse.solve(learn(inverse, problem, batches), u, nhgd.oracle.Oracle(problem, batches))[0]
 
 
 def assert_solves(x: Tensor, matrix: Tensor, u: Tensor, tol: float = 1e-9) -> None:
@@ -265,7 +265,7 @@ def test_sampled_fisher_of_one_sample_is_that_of_one_label() -> None:
 
 def learn_and_solve(problem: nhgd.Bilevel, batch: Any, u: Tensor, seed: int) -> Tensor:
     inverse = KFAC(fisher="sampled")
-    return inverse.solve(learn(inverse, problem, [batch], seed), u, nhgd.point.Point(problem, [batch]))[0]
+    return inverse.solve(learn(inverse, problem, [batch], seed), u, nhgd.oracle.Oracle(problem, [batch]))[0]
 
 
 @pytest.mark.parametrize("net", ["mlp", "sequence", "conv, groups", "others"])
@@ -306,7 +306,7 @@ def test_damping_is_a_thousandth_of_the_mean_diagonal_where_there_is_no_ridge(in
     u = direction(problem)
     matrix = oracles.kfac(problem, [batch]) if inverse is KFAC else oracles.ekfac(problem, batch)
     state = learn(inverse(), problem, [batch])
-    x, stats = inverse().solve(state, u, nhgd.point.Point(problem, [batch]))
+    x, stats = inverse().solve(state, u, nhgd.oracle.Oracle(problem, [batch]))
     assert stats.notes["damping"] == pytest.approx(1e-3 * float(matrix.trace()) / len(u), rel=1e-12)
     assert (stats.residual, stats.hvps, stats.converged) == (None, 0, True)
     assert_solves(x, matrix + stats.notes["damping"] * eye(len(u)), u, 1e-8)
@@ -314,7 +314,7 @@ def test_damping_is_a_thousandth_of_the_mean_diagonal_where_there_is_no_ridge(in
 
 def matrix_of(inverse: Any, problem: nhgd.Bilevel, batch: Any) -> Tensor:
     """The matrix that is inverted, without the ridge, read off its inverse."""
-    solve = inverse.operator(learn(inverse, problem, [batch]), nhgd.point.Point(problem, [batch]))
+    solve = inverse.operator(learn(inverse, problem, [batch]), nhgd.oracle.Oracle(problem, [batch]))
     return torch.linalg.inv(torch.stack([solve(row) for row in eye(problem.theta.numel)])) - oracles.ridge_hessian(
         problem
     )
@@ -345,13 +345,15 @@ def test_ridge_that_differs_within_a_layer_is_averaged_over_it_and_exact_elsewhe
     names = dict(zip(problem.theta.names, problem.theta.slices().values(), strict=True))
     mean = (ridge["linear.weight"].sum() + 3 * 0.5) / 12
     diagonal[names["linear.weight"]] = diagonal[names["linear.bias"]] = 2 * mean
-    x, stats = inverse().solve(learn(inverse(), problem, [batch]), u, nhgd.point.Point(problem, [batch]))
+    x, stats = inverse().solve(learn(inverse(), problem, [batch]), u, nhgd.oracle.Oracle(problem, [batch]))
     assert_solves(x, matrix + torch.diag(diagonal), u)
     assert stats.notes["ridge"] == "averaged over layers"
     assert stats.notes["damping"] == 0.0
 
     same, batch = made("others", l2=lambda v: dict.fromkeys(ridge, torch.tensor(0.1).double()))
-    assert "ridge" not in inverse().solve(learn(inverse(), same, [batch]), u, nhgd.point.Point(same, [batch]))[1].notes
+    assert (
+        "ridge" not in inverse().solve(learn(inverse(), same, [batch]), u, nhgd.oracle.Oracle(same, [batch]))[1].notes
+    )
 
 
 @pytest.mark.parametrize("inverse", BOTH)
@@ -359,13 +361,13 @@ def test_large_parameters_outside_layers_get_a_diagonal(inverse: Any) -> None:
     problem, batch = made("others")
     u = direction(problem)
     x, stats = inverse(dense_limit=0).solve(
-        learn(inverse(dense_limit=0), problem, [batch]), u, nhgd.point.Point(problem, [batch])
+        learn(inverse(dense_limit=0), problem, [batch]), u, nhgd.oracle.Oracle(problem, [batch])
     )
     assert stats.notes["others"] == dict.fromkeys(("scale", "norm.weight", "norm.bias"), "diagonal")
     others = [i for name, place in problem.theta.slices().items() if "linear" not in name for i in range(len(u))[place]]
     diagonal = (oracles.fisher(problem, batch) + oracles.ridge_hessian(problem)).diagonal()
     torch.testing.assert_close(x[others], (u / diagonal)[others])
-    _, stats = inverse().solve(learn(inverse(), problem, [batch]), u, nhgd.point.Point(problem, [batch]))
+    _, stats = inverse().solve(learn(inverse(), problem, [batch]), u, nhgd.oracle.Oracle(problem, [batch]))
     assert set(stats.notes["others"].values()) == {"dense"}
 
 
@@ -400,11 +402,11 @@ def test_layer_that_a_batch_does_not_call_keeps_its_scale() -> None:
 def test_periods() -> None:
     problem, batch = made("mlp", samples=6)
     u = direction(problem)
-    at = nhgd.point.Point(problem, [batch])
+    at = nhgd.oracle.Oracle(problem, [batch])
     parts = [tuple(t[i : i + 1] for t in batch) for i in range(6)]
     kept = KFAC(beta=None, invert_every=3)
     now = KFAC(beta=None)
-    assert [KFAC(factor_every=3).wants(step) for step in range(5)] == [True, False, False, True, False]
+    assert [KFAC(factor_every=3).needs_record(step) for step in range(5)] == [True, False, False, True, False]
 
     def after(inverse: KFAC, count: int) -> Tensor:
         return inverse.solve(learn(inverse, problem, parts[:count]), u, at)[0]
@@ -447,7 +449,7 @@ def test_ekfac_is_exact_over_several_batches_in_one_basis() -> None:
     q = torch.kron(basis.score_vectors[0], basis.input_vectors[0])
     diagonal = (q.T @ whole[at[:, None], at] @ q).diagonal()
     torch.testing.assert_close(state.moments["0.weight"].reshape(-1), diagonal)
-    x, _ = inverse.solve(state, u, nhgd.point.Point(problem, [batch]))
+    x, _ = inverse.solve(state, u, nhgd.oracle.Oracle(problem, [batch]))
     assert_solves(x[at], q @ torch.diag(diagonal) @ q.T + 2 * L2 * eye(len(at)), u[at])
 
 
@@ -502,7 +504,7 @@ def test_second_moments_in_pieces(limit: int) -> None:
 def test_solve_is_linear_symmetric_and_pure(inverse: Any) -> None:
     problem, batch = made("others")
     state = learn(inverse, problem, [batch, batch])
-    at = nhgd.point.Point(problem, [batch])
+    at = nhgd.oracle.Oracle(problem, [batch])
     before = {path: t.clone() for path, t in state.tensors().items()}
     u, w = direction(problem), direction(problem)
     x, y = (inverse.solve(state, b, at)[0] for b in (u, w))
@@ -533,7 +535,7 @@ def test_observe_leaves_the_state_it_was_given(inverse: Any) -> None:
 def test_state_moves_and_saves(inverse: Any) -> None:
     problem, batch = made("others")
     state = learn(inverse, problem, [batch, batch])
-    at, u = nhgd.point.Point(problem, [batch]), direction(problem)
+    at, u = nhgd.oracle.Oracle(problem, [batch]), direction(problem)
     x = inverse.solve(state, u, at)[0]
     restored = type(state).restore(load(save(state.tensors())))
     for again in (state.to("cpu"), state.clone(), restored):
@@ -562,7 +564,7 @@ def test_statistics_are_in_float32_or_better(inverse: Any, theta: Any, option: A
     kept = [t for path, t in state.tensors().items() if "#" not in path]
     assert {t.dtype for t in kept} == {expected}
     u = direction(problem).to(theta)
-    found = made_inverse.solve(state, u, nhgd.point.Point(problem, [batch]))[0]
+    found = made_inverse.solve(state, u, nhgd.oracle.Oracle(problem, [batch]))[0]
     assert found.dtype == theta
     assert bool(torch.isfinite(found).all())
 
@@ -591,10 +593,10 @@ def test_memory_covers_the_state(inverse: Any) -> None:
 
 def test_cautions_name_the_parameters_outside_layers() -> None:
     problem, _ = made("others")
-    assert KFAC().cautions(problem.theta) == ["dense blocks for scale, norm.weight, norm.bias"]
-    assert EKFAC(dense_limit=0).cautions(problem.theta) == ["a diagonal for scale, norm.weight, norm.bias"]
-    assert KFAC().cautions(made("mlp")[0].theta) == []
-    assert "none" in KFAC().cautions(made(nn.LayerNorm(3))[0].theta)[0]
+    assert KFAC().warnings_for(problem.theta) == ["dense blocks for scale, norm.weight, norm.bias"]
+    assert EKFAC(dense_limit=0).warnings_for(problem.theta) == ["a diagonal for scale, norm.weight, norm.bias"]
+    assert KFAC().warnings_for(made("mlp")[0].theta) == []
+    assert "none" in KFAC().warnings_for(made(nn.LayerNorm(3))[0].theta)[0]
 
 
 @pytest.mark.parametrize("inverse", BOTH)
@@ -626,7 +628,7 @@ def test_periods_keep_within_the_overhead(inverse: Any, seconds: tuple[float, ..
 def test_refuses_to_solve_before_it_has_observed(inverse: Any) -> None:
     problem, batch = made("linear")
     with pytest.raises(nhgd.InputError, match="observed no inner step"):
-        inverse().solve(inverse().init(problem.theta), direction(problem), nhgd.point.Point(problem, [batch]))
+        inverse().solve(inverse().init(problem.theta), direction(problem), nhgd.oracle.Oracle(problem, [batch]))
 
 
 @pytest.mark.parametrize("inverse", BOTH)
@@ -687,7 +689,7 @@ def test_a_ridge_of_one_number_is_not_spread_out(monkeypatch: pytest.MonkeyPatch
     problem, batch, _ = catalogue.mlp_module()
     inverse = KFAC()
     state = inverse.observe(inverse.init(problem.theta), Recorder(problem, "layer").step(batch).record)  # type: ignore[arg-type]
-    at = Point(problem, [batch])
+    at = Oracle(problem, [batch])
     u = torch.randn_like(problem.theta.flat())
     ridge = problem.ridge_diagonal()
     spread = solve_there(inverse, state, u, ridge)[0]

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import pytest
 
 from nhgd.checkpoint import last_kept
-from nhgd.cli import launch
-from nhgd.cli.launch import Member
+from nhgd.cli import _launch as launch
+from nhgd.cli._launch import Member
 from nhgd.errors import RunError
-from nhgd.execution.roles import Roles
+from nhgd.execution.distributed.roles import Roles
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="pipes are handed on")
 ROLES = Roles(1, 1)
@@ -126,7 +126,7 @@ def test_what_the_first_process_could_not_say_is_said_for_it(capsys):
 )
 def test_the_last_resort_ends_a_process_that_does_not_notice(more, added):
     program = (
-        f"import time; from nhgd.cli.launch import end_now; end_now('Rank 1 is gone.', {more}, 0.0); time.sleep(600)"
+        f"import time; from nhgd.cli._launch import end_now; end_now('Rank 1 is gone.', {more}, 0.0); time.sleep(600)"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (found.returncode, found.stderr) == (1, f"Error: Rank 1 is gone.{added}\n")

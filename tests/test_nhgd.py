@@ -14,7 +14,7 @@ import nhgd
 from nhgd.algorithm import AID, NHGD, names, resolve
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Identity, Refined, refined
 from nhgd.inverse.base import AbstractInverse, SolveStats
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.task import Quadratic
 from tests import catalogue, oracles
 
@@ -231,7 +231,7 @@ def test_natural_steps_beat_gradient_steps_where_the_curvature_is_uneven():
         instance = Quadratic(dim=8, outer_dim=2, samples=60, condition=1e4).build(0, torch.device("cpu"))
         settings = {"inner_steps": 15, "inner_lr": instance.solver["inner_lr"], "outer_lr": 1e-12}
         nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method=method, **settings).run(steps=2)
-        return float(Point(instance.problem, [instance.full_inner]).gradient().norm())
+        return float(Oracle(instance.problem, [instance.full_inner]).gradient().norm())
 
     assert gradient_left(NHGD(inner="natural")) < 0.1 * gradient_left(NHGD())
 
@@ -302,7 +302,7 @@ def test_observing_the_end_takes_the_curvature_of_the_very_point(make):
     L = oracles.cross(problem, inner, theta, before)
     x = torch.linalg.solve(matrix, in_theta)
     torch.testing.assert_close(v, before - 0.1 * (in_v - (L.T @ x if L.shape[0] == len(x) else L @ x)))
-    assert running.stage.executor.snapshot()[0].observed == 1
+    assert running.loop.executor.snapshot()[0].observed == 1
 
 
 def test_natural_steps_begin_with_the_curvature_of_the_last_end():
@@ -316,7 +316,7 @@ def test_natural_steps_begin_with_the_curvature_of_the_last_end():
         )
         running.run(steps=5)
         ends[observe] = instance.problem.v.given
-        assert running.stage.executor.snapshot()[0].observed == {"all": 5, "end": 6}[observe]
+        assert running.loop.executor.snapshot()[0].observed == {"all": 5, "end": 6}[observe]
     torch.testing.assert_close(ends["all"], ends["end"])
 
 
@@ -351,7 +351,7 @@ def test_the_clock_chooses_periods_and_the_choice_repeats_the_run(algorithm, inv
         return oracles.v_of(problem), running
 
     v, running = run(inverse)
-    chosen = running.stage.inverse
+    chosen = running.loop.inverse
     learner = getattr(chosen, "inverse", chosen)
     assert learner.overhead is None
     assert f"factor_every={learner.factor_every}" in running.solution().stats["inverse"]

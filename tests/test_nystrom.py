@@ -8,7 +8,7 @@ from torch import Tensor
 
 import nhgd
 from nhgd.inverse import Nystrom
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from tests import catalogue, oracles
 from tests.catalogue import normal
 from tests.test_inverse import positive, quadratic
@@ -41,7 +41,7 @@ def test_the_ridge_is_added_exactly(make, rho):
     R = oracles.ridge_hessian(problem)
     rest = oracles.hessian(problem, batch) - R
     for rank in (2, size):
-        x, stats = Nystrom(rank=rank, rho=rho).solve(None, u, Point(problem, [batch]))
+        x, stats = Nystrom(rank=rank, rho=rho).solve(None, u, Oracle(problem, [batch]))
         K = chosen(size, rank)
         matrix = rest[:, K] @ torch.linalg.pinv(rest[K][:, K], hermitian=True) @ rest[K]
         shift = R + (rho or 0.0) * torch.eye(size, dtype=torch.float64)
@@ -71,7 +71,7 @@ def test_a_ridge_that_covers_some_parameters_only():
         normal(4),
         l2=lambda v: ridge,
     )
-    point = Point(problem, [None])
+    point = Oracle(problem, [None])
     x, _ = Nystrom(rank=4).solve(None, u, point)
     torch.testing.assert_close(x, torch.linalg.solve(hessian + 2 * torch.diag(ridge), u), rtol=1e-10, atol=1e-12)
     _, stats = Nystrom(rank=2).solve(None, u, point)
@@ -92,12 +92,12 @@ def test_ill_conditioned_systems_keep_their_digits():
 def test_chunks_and_batches_change_nothing(make):
     problem, batch, _ = catalogue.settled(make)
     u = normal(problem.theta.numel)
-    whole, one = Nystrom(rank=7, chunk=7).solve(None, u, Point(problem, [batch]))
+    whole, one = Nystrom(rank=7, chunk=7).solve(None, u, Oracle(problem, [batch]))
     for chunk in (1, 3):
-        x, stats = Nystrom(rank=7, chunk=chunk).solve(None, u, Point(problem, [batch]))
+        x, stats = Nystrom(rank=7, chunk=chunk).solve(None, u, Oracle(problem, [batch]))
         torch.testing.assert_close(x, whole, rtol=1e-9, atol=1e-11)
         assert stats.hvps == one.hvps == min(7, problem.theta.numel) + 1
-    x, stats = Nystrom(rank=7).solve(None, u, Point(problem, [batch, batch]))
+    x, stats = Nystrom(rank=7).solve(None, u, Oracle(problem, [batch, batch]))
     torch.testing.assert_close(x, whole, rtol=1e-9, atol=1e-11)
     assert stats.hvps == 2 * one.hvps
 
@@ -126,7 +126,7 @@ def test_columns_are_taken_one_by_one_where_they_cannot_be_vectorised():
         normal(3),
     )
     u = normal(3)
-    x, stats = Nystrom(rank=3).solve(None, u, Point(problem, [None]))
+    x, stats = Nystrom(rank=3).solve(None, u, Oracle(problem, [None]))
     torch.testing.assert_close(x, u / torch.tensor([6.0, 12, 18], dtype=torch.float64))
     assert stats.hvps == 3 + 1
 
@@ -137,7 +137,7 @@ def test_the_columns_follow_from_the_point():
     problem, batch, _ = catalogue.settled(catalogue.mlp_module)
     u = normal(problem.theta.numel)
     state = torch.get_rng_state()
-    found = [Nystrom(rank=4).solve(None, u, Point(problem, [batch], seed=seed))[0] for seed in (1, 1, 2)]
+    found = [Nystrom(rank=4).solve(None, u, Oracle(problem, [batch], seed=seed))[0] for seed in (1, 1, 2)]
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(found[0], found[1])
     assert not torch.allclose(found[0], found[2])

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 import nhgd
-from nhgd.cli.program import COMMANDS, Program, app
+from nhgd.cli._program import COMMANDS, Program, app
 from tests.commands import invoke
 
 LIGHT = "import sys; from nhgd.cli import main; sys.argv = ['nhgd', *{args!r}]\ntry: main()\nfinally: print('torch' in sys.modules)"
@@ -48,10 +48,10 @@ def test_a_plain_import_does_not_wait_for_torch_and_knows_every_name():
     assert lines(code) == ["False", "Solver True"]
 
 
-@pytest.mark.parametrize("first", ["import nhgd.check, nhgd.plan", "from nhgd.check import Report", "pass"])
+@pytest.mark.parametrize("first", ["import nhgd._check, nhgd._plan", "from nhgd._check import Report", "pass"])
 def test_check_and_plan_are_functions_whatever_was_imported_first(first):
     code = f"{first}\nimport nhgd; print(nhgd.check.__module__, nhgd.plan.__module__, nhgd.check is nhgd.check)"
-    assert lines(code) == ["nhgd.check nhgd.plan True"]
+    assert lines(code) == ["nhgd._check nhgd._plan True"]
 
 
 def test_dir_shows_what_can_be_used_and_nothing_else():

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 import nhgd
 from nhgd.algorithm import NHGD, names, resolve
-from nhgd.cli.program import app
+from nhgd.cli._program import app
 from nhgd.inverse import CG, FisherDense, Neumann
+from nhgd.reproduce.settings import INNER_STEPS, OPEN, TABLE, paper
 from nhgd.schedule import Power
 from nhgd.task import Cleaning, Distillation
-from nhgd.task.paper import INNER_STEPS, OPEN, TABLE, paper
 from tests import idx_files
 
 CPU = torch.device("cpu")

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 import nhgd
+from nhgd._recording.recorder import Recorder
 from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse import FisherWindow
-from nhgd.inverse.learning import learn
-from nhgd.point import Point
-from nhgd.recorder import Recorder
+from nhgd.inverse._learned.learning import learn
+from nhgd.oracle import Oracle
 from nhgd.task import PDE
-from nhgd.task.heat import (
+from nhgd.task._inner_solver import adam, gauss_newton
+from nhgd.task.pde.equation import AbstractResidual, box, sides
+from nhgd.task.pde.heat import (
     END,
     NODES,
     SIDE,
@@ -31,9 +33,7 @@ from nhgd.task.heat import (
     state,
     target,
 )
-from nhgd.task.inner_solver import adam, gauss_newton
-from nhgd.task.jet import JetNet, TanhNet
-from nhgd.task.residual import AbstractResidual, box, sides
+from nhgd.task.pde.jet import JetNet, TanhNet
 
 CPU = torch.device("cpu")
 NU = 1e-3
@@ -138,7 +138,7 @@ class TestResidual:
         matrix = 2 * J.T @ (points[2][:, None] * J) / len(J)
         for damping in (1e-2, 1e-5):
             inverse = exact_window(points, damping)
-            at, u = Point(problem, [points]), torch.randn(problem.theta.numel, dtype=torch.float64)
+            at, u = Oracle(problem, [points]), torch.randn(problem.theta.numel, dtype=torch.float64)
             got, _ = inverse.solve(learn(inverse, problem, [points]), u, at)
             want = torch.linalg.solve(matrix + damping * torch.eye(len(u), dtype=torch.float64), u)
             torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9 * float(want.norm()))
@@ -240,8 +240,8 @@ class TestTruth:
         m = torch.arange(1, 400, 2, dtype=torch.float64)
         both = (m[:, None] ** 2 + m**2) * math.pi**2 * nu
         sign = torch.where(((m[:, None] - 1) / 2 + (m - 1) / 2) % 2 == 0, 1.0, -1.0)
-        steady = 16 / (math.pi**2 * m[:, None] * m) * sign / both
-        exact = (steady * (1 - torch.exp(-both * times[:, None, None]))).sum((1, 2))
+        graphable = 16 / (math.pi**2 * m[:, None] * m) * sign / both
+        exact = (graphable * (1 - torch.exp(-both * times[:, None, None]))).sum((1, 2))
         torch.testing.assert_close(u, exact, rtol=1e-4, atol=1e-6)
 
     def test_the_state_is_that_of_the_matrices(self):
@@ -324,7 +324,7 @@ def against_the_adjoint(heat, net, count=6, steps=60, damping=1e-4):
     gauss_newton(problem, points, steps, floor=1e-7)
     nodes = grid(SIDE, 51)
     inverse = exact_window(points, damping)
-    at = Point(problem, [points], (nodes, target(*nodes.T)))
+    at = Oracle(problem, [points], (nodes, target(*nodes.T)))
     got = implicit(at, inverse, learn(inverse, problem, [points])).leaves[0]
     t = on_grid(NU).times[:, None]
     basis = torch.cos(math.pi / END * torch.arange(count) * t)  # (201, count)

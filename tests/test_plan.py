@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import nhgd
+from nhgd._cost import Operation, Shape, Work, work
+from nhgd._recording.recorder import Recorder
 from nhgd.inverse import resolve
-from nhgd.inverse.learning import learn
-from nhgd.inverse.work import Operation, Shape, Work, work
-from nhgd.point import Point
-from nhgd.recorder import Recorder
+from nhgd.inverse._learned.learning import learn
+from nhgd.oracle import Oracle
 from tests import catalogue, oracles
 
 LEARNT = ("kfac", "ekfac", "fisher_window", "fisher_dense")
@@ -91,7 +91,7 @@ def test_what_is_counted_is_what_is_done(made: Any, name: str) -> None:
     inverse = resolve(name)
     state = learn(inverse, problem, [batch])
     counted: Work = work(inverse, Shape.of(problem.theta, len(batch[0]), places))
-    at = Point(problem, [batch], batch)
+    at = Oracle(problem, [batch], batch)
     u = at.outer().theta
     with Done() as done:
         inverse.solve(state, u, at)

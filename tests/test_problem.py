@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nhgd
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.problem import UnusedWarning
 from tests import oracles
 from tests.catalogue import PROBLEMS, Make, batchnorm_train, mlp_module, normal, plain_tensor, weighted_logistic
@@ -285,7 +285,7 @@ def test_the_generator_is_restored_after_an_exception() -> None:
 
 def test_outer_and_second_order_passes_do_not_touch_batch_statistics() -> None:
     made, inner_batch, outer_batch = batchnorm_train()
-    point = Point(made, [inner_batch], outer_batch)
+    point = Oracle(made, [inner_batch], outer_batch)
     norm, x = made.theta.given[0], normal(made.theta.numel)
     with oracles.undisturbed(made):
         point.outer()
@@ -303,7 +303,7 @@ def test_float32_stays_float32() -> None:
     x, y, i = batch
     made = nhgd.Bilevel(made.inner, made.outer, made.theta.given.float(), made.v.given.float(), lambda v: v[0].exp())
     batch = (x.float(), y.float(), i)
-    point = Point(made, [batch], batch[:2])
+    point = Oracle(made, [batch], batch[:2])
     for found in (point.outer().theta, point.hvp(made.theta.flat()), point.cross(made.theta.flat())[0], point.dense()):
         assert found.dtype == torch.float32
     assert made.objective(batch).dtype == made.ridge().dtype == made.ridge_diagonal().dtype == torch.float32

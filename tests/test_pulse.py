@@ -12,10 +12,10 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
 from nhgd.errors import RunError
-from nhgd.execution import pulse as pulses
-from nhgd.execution.channel import Channel, abort
-from nhgd.execution.pulse import Pulse
-from nhgd.execution.roles import Roles
+from nhgd.execution.distributed import heartbeat as pulses
+from nhgd.execution.distributed.channel import Channel, abort
+from nhgd.execution.distributed.heartbeat import Pulse
+from nhgd.execution.distributed.roles import Roles
 
 ROLES = Roles(1, 1)
 LONG = 60.0

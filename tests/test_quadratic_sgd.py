@@ -7,7 +7,7 @@ import torch
 
 import nhgd
 from nhgd.inverse import QuadraticSGD
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from tests import oracles
 from tests.catalogue import normal, plain_tensor, settled
 from tests.test_inverse import positive, quadratic
@@ -29,7 +29,7 @@ def test_it_walks_over_the_batches(steps):
         residual = u - hessians[k % 3] @ expected
         left.append(residual)
         expected = expected + 0.1 * residual
-    x, stats = QuadraticSGD(steps=steps, beta=0.1).solve(None, u, Point(problem, parts), start)
+    x, stats = QuadraticSGD(steps=steps, beta=0.1).solve(None, u, Oracle(problem, parts), start)
     torch.testing.assert_close(x, expected, rtol=1e-12, atol=1e-14)
     assert stats.hvps == steps
     if steps < 3:
@@ -49,7 +49,7 @@ def test_it_takes_any_start():
 
 def test_a_point_gives_products_on_one_batch():
     problem, parts, _, hessians = thirds()
-    point, x = Point(problem, parts), normal(problem.theta.numel)
+    point, x = Oracle(problem, parts), normal(problem.theta.numel)
     for index, hessian in enumerate(hessians):
         torch.testing.assert_close(point.hvp_on(index, x), hessian @ x, rtol=1e-12, atol=1e-13)
     assert point.calls.hvps == 3

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import nhgd
-from nhgd.cli.program import app
+from nhgd.cli._program import app
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import nhgd
+from nhgd._recording.recorder import Recorder
 from nhgd.inverse import FisherDense, FisherWindow
 from nhgd.likelihood import AbstractLikelihood
-from nhgd.point import OracleCalls, Point
+from nhgd.oracle import Oracle, OracleCalls
 from nhgd.record import BatchGradient, LayerStatistics, PerSampleGradients, mapped, tensors
-from nhgd.recorder import Recorder
 from tests import oracles
 from tests.catalogue import PER_SAMPLE, PROBLEMS, Made, Make, cross_entropy, normal, plain_tensor, weighted_logistic
 
@@ -333,15 +333,15 @@ def test_a_layer_that_appears_later_is_verified_too() -> None:
     class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b, self.late = nn.Linear(3, 3), nn.Linear(3, 3), False
+            self.a, self.b, self.finalise = nn.Linear(3, 3), nn.Linear(3, 3), False
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.a(x) + (self.b(x) + x @ self.b.weight if self.late else 0.0)
+            return self.a(x) + (self.b(x) + x @ self.b.weight if self.finalise else 0.0)
 
     problem, batch = weighing(Late(), normal(5, 3))
     recorder = Recorder(problem, "sample")
     close(recorder.step(batch).record.rows, oracles.rows(problem, batch))
-    problem.theta.given.late = True
+    problem.theta.given.finalise = True
     close(recorder.step(batch).record.rows, oracles.rows(problem, batch))
 
 
@@ -889,7 +889,9 @@ def test_weights_that_depend_on_theta_are_constants_in_the_rows(kind: Any, v: st
     if kind == "sample":
         close(found.record.rows, oracles.rows(free, batch))
         x0 = normal(free.theta.numel)
-        close(found.record.rows.T @ (found.record.rows @ x0) / 5 + 0.04 * x0, Point(free, [batch]).empirical_fisher(x0))
+        close(
+            found.record.rows.T @ (found.record.rows @ x0) / 5 + 0.04 * x0, Oracle(free, [batch]).empirical_fisher(x0)
+        )
     close(oracles.join(found.gradient), oracles.gradient(free, batch))
     assert not torch.allclose(found.gradient[0], expected.gradient[0])
     assert calls.inner_gradients == (2 if kind == "batch" else 3)

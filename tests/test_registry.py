@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 import nhgd
-from nhgd import hypergradients, registry
+from nhgd import _registry as registry
+from nhgd import hypergradients
+from nhgd._registry import GuestWarning, Registry
 from nhgd.inverse import CG, AbstractInverse, Identity
-from nhgd.registry import GuestWarning, Registry
 
 
 class Entry:
@@ -170,7 +171,7 @@ def test_a_name_is_a_string(installed: list[Entry]) -> None:
 
 def test_an_installed_inverse_is_resolved_by_name(installed: list[Entry], monkeypatch: pytest.MonkeyPatch) -> None:
     installed.append(Entry("guest", Guest))
-    monkeypatch.setattr(nhgd.inverse.INVERSES, "_guests", None)
+    monkeypatch.setattr(nhgd.inverse.INVERSES, "_plugins", None)
     assert isinstance(nhgd.inverse.resolve("guest"), Guest)
 
 
@@ -198,7 +199,7 @@ def test_a_guest_that_cannot_be_made_from_its_name_is_named_with_its_package(
 ) -> None:
     entries = {names.group: [Entry("demanding", demanding(cls))]}
     monkeypatch.setattr(registry, "entry_points", lambda *, group: entries.get(group, []))
-    monkeypatch.setattr(names, "_guests", None)
+    monkeypatch.setattr(names, "_plugins", None)
     monkeypatch.setattr(names, "_owners", {})
     with pytest.raises(
         nhgd.InputError, match=rf"^The {names.kind} 'demanding' of the package guests 1\.0 cannot be made from its name"
@@ -207,4 +208,4 @@ def test_a_guest_that_cannot_be_made_from_its_name_is_named_with_its_package(
     if names is nhgd.inverse.INVERSES:
         with pytest.raises(nhgd.InputError, match=r"^The inverse 'demanding' of the package guests"):
             nhgd.algorithm.resolve("aid-demanding")
-    monkeypatch.setattr(names, "_guests", None)
+    monkeypatch.setattr(names, "_plugins", None)

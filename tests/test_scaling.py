@@ -17,7 +17,7 @@ from benchmarks import scaling
 from benchmarks.tables import pages
 from nhgd.algorithm import NHGD
 from nhgd.execution import Device
-from nhgd.execution.division import Division
+from nhgd.execution.distributed.assignment import Division
 from nhgd.inverse import KFAC, FisherDense
 
 WIDTHS = (5, 4, 3)

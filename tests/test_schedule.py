@@ -29,13 +29,13 @@ def test_the_inner_step_restarts_with_the_inner_loop():
     rule = Strong(mu=1.0, smoothness=2.0)
     settings = instance.solver | {"inner_steps": 3, "inner_lr": rule}
     running = nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method="t1t2", **settings)
-    move = running.stage.theta.move
+    move = running.loop.theta.move
 
     def watched(gradient, clock, closure=None):
         seen.append(rule.rate(clock))
         move(gradient, clock, closure)
 
-    running.stage.theta.move = watched
+    running.loop.theta.move = watched
     running.run(steps=2)
     assert seen == [4 / (t + 32) for t in (0, 1, 2)] * 2
 

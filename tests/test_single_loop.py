@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nhgd
-from nhgd.algorithm import AID, FSLA, MRBO, NHGD, SABA, SOBA, SUSTAIN, TTSA, NHGDSingle, resolve, saba, series
+from nhgd.algorithm import AID, FSLA, MRBO, NHGD, SABA, SOBA, SUSTAIN, TTSA, NHGDSingle, resolve, saba
 from nhgd.errors import InverseWarning
 from nhgd.inverse import FisherDense, FisherWindow, Identity, Refined
+from nhgd.loop import neumann_estimate as series
 from nhgd.schedule import Power
 from nhgd.task import Quadratic
 from tests import catalogue, oracles
@@ -136,10 +137,10 @@ def test_the_original_ttsa_by_hand():
 def test_the_randomised_estimate_has_the_mean_of_the_sum(terms):
     """On one batch the mean over p is a finite sum, so equality holds."""
     _, _, running = stepped(catalogue.mlp_module, TTSA(), 1)
-    stage = running.stage
-    batch, outer = stage.inner_batch(), stage.outer.next()
-    whole = series.estimate(stage, series.Sample(outer, batch, [batch] * (terms - 1), None, 0), 0.3)
-    each = [series.estimate(stage, series.Sample(outer, batch, [batch] * p, terms, 0), 0.3) for p in range(terms)]
+    loop = running.loop
+    batch, outer = loop.inner_batch(), loop.outer.next()
+    whole = series.estimate(loop, series.Sample(outer, batch, [batch] * (terms - 1), None, 0), 0.3)
+    each = [series.estimate(loop, series.Sample(outer, batch, [batch] * p, terms, 0), 0.3) for p in range(terms)]
     for leaf, *parts in zip(whole.leaves, *[e.leaves for e in each], strict=True):
         torch.testing.assert_close(torch.stack(parts).mean(0), leaf, **CLOSE)
 
@@ -202,8 +203,8 @@ def test_momentum_of_one_is_no_momentum(method):
         by.theta, by.v = by.theta - INNER * g, by.v - OUTER * p
     torch.testing.assert_close(v, by.v, **CLOSE)
     torch.testing.assert_close(theta, by.theta, **CLOSE)
-    assert running.stage.calls.outer_gradients == 4
-    assert running.stage.calls.cross == 4
+    assert running.loop.calls.outer_gradients == 4
+    assert running.loop.calls.cross == 4
 
 
 @HALVES
@@ -511,8 +512,8 @@ def test_the_shared_graph_gives_the_same_numbers():
         batches = split(inner)
         x = torch.randn(problem.theta.numel, dtype=torch.float64)
         for chosen in ([inner], batches):
-            at = nhgd.point.Point(problem, chosen, outer)
-            plain = nhgd.point.Point(problem, chosen, outer)
+            at = nhgd.oracle.Oracle(problem, chosen, outer)
+            plain = nhgd.oracle.Oracle(problem, chosen, outer)
             gradient = plain.gradient()
             value, leaves = at.live_gradient()
             torch.testing.assert_close(problem.theta.flatten(leaves), gradient, rtol=1e-12, atol=1e-14)

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import nhgd
+from nhgd._solver import seconds
 from nhgd.algorithm import AID
 from nhgd.inverse import CG
 from nhgd.schedule import ByStep, Clock, Constant, Decay, Power, Strong
-from nhgd.solve import seconds
 from nhgd.task import Quadratic
 from tests import catalogue
 
@@ -358,9 +358,9 @@ def test_schedules_reach_the_optimisers():
     instance = small()
     running = solver(instance, outer_lr=Decay(0.5, final=0.0), inner_lr=Strong(mu=1.0, smoothness=2.0))
     running.run(steps=10)
-    assert running.stage.v.optimizer.param_groups[0]["lr"] < 0.05
+    assert running.loop.v.optimizer.param_groups[0]["lr"] < 0.05
     # t restarts with every outer step: the last inner step was number 19.
-    assert running.stage.theta.optimizer.param_groups[0]["lr"] == pytest.approx(4 / (19 + 32))
+    assert running.loop.theta.optimizer.param_groups[0]["lr"] == pytest.approx(4 / (19 + 32))
 
 
 def test_budgets_are_read():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nhgd
-from nhgd.stagnation import Course, StagnationWarning
+from nhgd._stagnation import Course, StagnationWarning
 from nhgd.task import Quadratic
 from tests.commands import invoke, strict_json
 

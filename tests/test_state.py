@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from nhgd.inverse.state import State
+from nhgd.inverse._learned.state import State
 
 
 @dataclass

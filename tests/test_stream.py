@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import nhgd
+from nhgd._recording.recorder import Recorder
 from nhgd.algorithm import NHGD
 from nhgd.errors import NonFiniteError, RunError
 from nhgd.execution import Inline, Stream
-from nhgd.execution import replay as replays
-from nhgd.execution.stopwatch import Stopwatch
+from nhgd.execution import _cuda_graph as replays
+from nhgd.execution._stopwatch import Stopwatch
 from nhgd.inverse import KFAC, FisherDense
 from nhgd.record import BatchGradient, mapped, tensors
-from nhgd.recorder import Recorder
 from tests import catalogue
 
 GPU = torch.device("cuda", 0)
@@ -101,13 +101,13 @@ def card(monkeypatch):
     monkeypatch.setattr(Stream, "_received", lambda self, record: record)
     monkeypatch.setattr(Stream, "_there", Stream._on_side)
 
-    def captured(self, key, steadies, records, joined):  # type: ignore[no-untyped-def]
+    def captured(self, key, graphables, records, joined):  # type: ignore[no-untyped-def]
         card.captured += 1
         fixed = [mapped(record, torch.clone) for record in records]
         result = torch.empty(4, dtype=torch.float64)
 
         def work() -> None:
-            found = joined([s.work(r) for s, r in zip(steadies, fixed, strict=True)])
+            found = joined([s.work(r) for s, r in zip(graphables, fixed, strict=True)])
             if found is not None:
                 result.copy_(found)
 
@@ -115,7 +115,7 @@ def card(monkeypatch):
         self._graphs[key] = made
         return made
 
-    monkeypatch.setattr(replays.Replay, "_capture", captured)
+    monkeypatch.setattr(replays.GraphCache, "_capture", captured)
     return card
 
 
@@ -182,7 +182,7 @@ def test_records_are_gathered_launched_and_waited_for_at_max_lag(card):
     state, lag = executor.snapshot()
     assert (state.observed, lag) == (9, 0)
     assert card.waited == 1
-    executor.settle()
+    executor.raise_deferred()
     assert executor._launched  # not there yet
     executor.drain()
     assert executor.snapshot()[0].observed == 9
@@ -250,11 +250,11 @@ def test_a_state_goes_back_into_a_stream(card):
 def test_the_usual_work_of_the_thread_is_captured_by_the_inner_loop(card, monkeypatch):
     prepared = []
 
-    def prepare(self, steady, record, joined):  # type: ignore[no-untyped-def]
+    def prepare(self, graphable, record, joined):  # type: ignore[no-untyped-def]
         self.due = False
-        prepared.append((steady.key, record.samples))
+        prepared.append((graphable.key, record.samples))
 
-    monkeypatch.setattr(replays.Replay, "prepare", prepare)
+    monkeypatch.setattr(replays.GraphCache, "prepare", prepare)
     expected, _ = solved("inline", KFAC())
     found, _ = solved(Stream(), KFAC())
     assert torch.equal(found.v.flat(), expected.v.flat())
@@ -302,7 +302,7 @@ def test_what_was_gathered_is_launched_when_the_inner_loop_ends(card):
     for _ in range(7):
         executor.submit(record())
     assert [launched.records for launched in executor._launched] == [5]
-    assert not executor.hurry()  # the host waits for none of it
+    assert not executor.inner_loop_ended()  # the host waits for none of it
     assert [launched.records for launched in executor._launched] == [5, 2]
     executor.close()
 
@@ -346,11 +346,11 @@ class Sized:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inside, name)
 
-    def steady(self, state: Any, record: Any) -> Any:
-        found = self.inside.steady(state, record)
+    def graphable(self, state: Any, record: Any) -> Any:
+        found = self.inside.graphable(state, record)
         return found._replace(
             work=lambda given: torch.cat([found.work(given), given.raw]),
-            late=lambda state, numbers: found.late(state, numbers[:4]),
+            finalise=lambda state, numbers: found.finalise(state, numbers[:4]),
         )
 
 
@@ -385,10 +385,10 @@ def test_the_log_has_an_end_whatever_max_lag(card):
 
 
 def test_graphs_are_told_apart_by_all_that_they_were_made_for():
-    steady = LITERAL.steady(LITERAL.init(catalogue.mlp_module()[0].theta), BatchGradient(None, torch.zeros(3), 4))
-    assert steady is not None
+    graphable = LITERAL.graphable(LITERAL.init(catalogue.mlp_module()[0].theta), BatchGradient(None, torch.zeros(3), 4))
+    assert graphable is not None
 
-    def key(record: BatchGradient, joined: Any = len, work: Any = steady) -> Any:
+    def key(record: BatchGradient, joined: Any = len, work: Any = graphable) -> Any:
         return replays._key([work], [record], [list(tensors(record))], joined)
 
     base = BatchGradient(None, torch.zeros(4), 4)
@@ -398,7 +398,7 @@ def test_graphs_are_told_apart_by_all_that_they_were_made_for():
         key(BatchGradient(None, torch.zeros(4, dtype=torch.float64), 4)),
         key(BatchGradient(None, torch.zeros(8)[::2], 4)),
         key(base, joined=print),
-        key(base, work=steady._replace(key=1)),
+        key(base, work=graphable._replace(key=1)),
     ]
     assert key(base) == key(BatchGradient(None, torch.ones(4), 4))
     assert len({key(base), *others}) == 7

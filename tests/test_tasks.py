@@ -18,13 +18,13 @@ from torch import nn
 
 import nhgd
 from nhgd.data.idx import read_idx, read_images
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.task import L2, TASKS, Cleaning, Quadratic
+from nhgd.task._labels import NOISES, area, corrupt, found
+from nhgd.task._setting import convert, kinds
+from nhgd.task._softmax import Split, fit, largest_curvature, softmax_classifier
+from nhgd.task._weighting import WEIGHTINGS, ByLoss, ByNet, Clip, Sigmoid
 from nhgd.task.cleaning import OverfittingWarning
-from nhgd.task.labels import NOISES, area, corrupt, found
-from nhgd.task.setting import convert, kinds
-from nhgd.task.softmax import Split, fit, largest_curvature, softmax_classifier
-from nhgd.task.weighting import WEIGHTINGS, ByLoss, ByNet, Clip, Sigmoid
 from tests import catalogue, idx_files, oracles
 
 CPU = torch.device("cpu")
@@ -152,7 +152,7 @@ class TestQuadratic:
             instance = built(Quadratic(dim=5, samples=2000, noise=noise))
             oracles.assign(instance.problem.v.given, torch.zeros(5, dtype=torch.float64))
             instance.solve_inner()
-            at = Point(instance.problem, [instance.full_inner])
+            at = Oracle(instance.problem, [instance.full_inner])
             eye = torch.eye(5, dtype=torch.float64)
             fisher = torch.stack([at.empirical_fisher(e) for e in eye])
             distances[noise] = float((fisher - instance.extra.hessian).norm() / instance.extra.hessian.norm())

@@ -21,15 +21,15 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import nhgd
+from nhgd._recording.recorder import Recorder
 from nhgd.algorithm import AID, BSA, MRBO, NHGD, VRBO, AbstractAlgorithm, AmIGO, StocBiO
-from nhgd.algorithm.stage import Settings, Stage
+from nhgd.data_parallel import AbstractTeam, Alone, Shard, Team
 from nhgd.errors import InputError, RunError
 from nhgd.execution import Inline
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Neumann
-from nhgd.point import Point
-from nhgd.recorder import Recorder
+from nhgd.loop.loop import Loop, Settings
+from nhgd.oracle import Oracle
 from nhgd.task import Cleaning
-from nhgd.team import AbstractTeam, Alone, Shard, Team
 from tests import oracles
 from tests.processes import together
 
@@ -120,7 +120,7 @@ def outcome(run: nhgd.Solver, steps: int) -> Answers:
         "v": run.problem.v.flat().cpu().numpy(),
         "theta": run.problem.theta.flat().cpu().numpy(),
         "losses": np.array([[row["outer_loss"], row["inner_loss"]] for row in solution.history]),
-        "calls": run.stage.calls.as_dict(),
+        "calls": run.loop.calls.as_dict(),
     }
 
 
@@ -186,7 +186,7 @@ def quantities(team: AbstractTeam, device: str = "cpu") -> Answers:
     problem = made(device=device)
     x, y, index = (t.to(device) for t in (*data(), torch.arange(SAMPLES)))
     batches = [(x[:13], y[:13], index[:13]), (x[13:15], y[13:15], index[13:15])]
-    at = Point(problem, [team.share(b) for b in batches], team.share((x[:11], y[:11])), seed=3)
+    at = Oracle(problem, [team.share(b) for b in batches], team.share((x[:11], y[:11])), seed=3)
     generator = torch.Generator().manual_seed(9)
     u = torch.randn(problem.theta.numel, dtype=torch.float64, generator=generator).to(device)
     inner, (live, live_leaves) = at.inner_gradients(), at.live_gradient()
@@ -235,8 +235,8 @@ def quantities(team: AbstractTeam, device: str = "cpu") -> Answers:
     return {name: np.asarray(value.cpu() if isinstance(value, Tensor) else value) for name, value in found.items()}
 
 
-def stage_of(team: AbstractTeam, problem: nhgd.Bilevel, inner_data: Any, outer_data: Any = None) -> Stage:
-    return Stage(problem, inner_data, outer_data or inner_data, Settings(), Inline(team=team))
+def stage_of(team: AbstractTeam, problem: nhgd.Bilevel, inner_data: Any, outer_data: Any = None) -> Loop:
+    return Loop(problem, inner_data, outer_data or inner_data, Settings(), Inline(team=team))
 
 
 def exchanges(team: Team) -> Answers:
@@ -300,8 +300,8 @@ def behaviour(team: Team) -> Answers:
     found["dropout"]["generator"] = [np.asarray(state["cpu"]), np.asarray(state["numpy"])]
     masks = []
     for seed in (1, 1, 2):
-        stage = run.stage
-        found_here = stage.point([(x[:8], y[:8], torch.arange(8))], None, seed)
+        loop = run.loop
+        found_here = loop.oracle([(x[:8], y[:8], torch.arange(8))], None, seed)
         masks.append(found_here.gradient().numpy())
     found["dropout replayed"] = np.array_equal(masks[0], masks[1]) and not np.array_equal(masks[0], masks[2])
 

@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from nhgd.algorithm import NHGD
+from nhgd.data_parallel import Alone, Team
 from nhgd.inverse import EKFAC, KFAC, FisherWindow
-from nhgd.team import Alone, Team
 from tests.processes import together
 from tests.test_team import equal_bits, made, net, outcome, quantities, solver
 

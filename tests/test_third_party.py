@@ -22,7 +22,7 @@ SOURCE = Path(__file__).parent / "third_party"
 CODE = """
 import json, torch, nhgd
 from typer.testing import CliRunner
-from nhgd.cli.program import app
+from nhgd.cli._program import app
 from nhgd.task import Quadratic
 
 said = []

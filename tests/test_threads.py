@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import nhgd
-from nhgd import threads
+from nhgd import _threads as threads
+from nhgd._cost import largest
 from nhgd.checkpoint import Saved
 from nhgd.inverse.base import AbstractInverse
-from nhgd.inverse.work import largest
 from tests import catalogue
 
 SEVERAL = 3
@@ -129,7 +129,7 @@ if sys.argv[1] != "before":
 if sys.argv[1] != "nothing":
     torch.set_num_threads(1 + torch.get_num_threads())
 import nhgd
-from nhgd import threads
+from nhgd import _threads as threads
 print(threads.are_chosen())
 """
     environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}

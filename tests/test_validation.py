@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import nhgd
+from nhgd._solver import seconds
+from nhgd._validation import fitted
 from nhgd.algorithm import ALGORITHMS
 from nhgd.execution import EXECUTIONS
 from nhgd.hypergradients import ESTIMATORS
@@ -23,9 +25,7 @@ from nhgd.inverse import CG, INVERSES, AbstractInverse, SolveStats
 from nhgd.likelihood import LIKELIHOODS
 from nhgd.problem import Bilevel
 from nhgd.schedule import Schedule
-from nhgd.solve import seconds
 from nhgd.task import TASKS
-from nhgd.validation import fitted
 
 RESULTS = {"Hypergradient", "Plan", "Report", "Solution"}  # what the library makes, and nobody gives
 STORED = {"LabelCleaner", "DatasetDistiller"}  # as scikit-learn has it, they look at their settings in fit
@@ -336,13 +336,13 @@ def test_a_radius_and_a_box_may_be_numbers_of_any_kind(make: Callable[[int], Any
     made.run(steps=2)
     assert float(made.problem.theta.flat().abs()) <= 2
     assert 0 < float(made.problem.v.flat()) <= 1
-    kept = made.stage.settings
+    kept = made.loop.settings
     assert all(type(one) in (int, float) for one in (kept.project, *kept.project_v))
 
 
 @pytest.mark.parametrize("box", [[0, 1], np.array([0.0, 1.0]), torch.tensor([0.0, 1.0])])
 def test_a_box_may_be_any_pair(box: Any) -> None:
-    assert solver(project_v=box).stage.settings.project_v == (0, 1)
+    assert solver(project_v=box).loop.settings.project_v == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import warnings
 
+from nhgd._registry import GuestWarning, Registry, told
 from nhgd.algorithm.aid import AID
 from nhgd.algorithm.alset import ALSET
 from nhgd.algorithm.amigo import AmIGO
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
+from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.algorithm.bome import BOME
 from nhgd.algorithm.bsa import BSA
 from nhgd.algorithm.f2sa import F2SA
@@ -22,7 +23,6 @@ from nhgd.algorithm.nhgd import NHGD
 from nhgd.algorithm.nhgd_single import NHGDSingle
 from nhgd.algorithm.saba import SABA
 from nhgd.algorithm.soba import SOBA
-from nhgd.algorithm.stage import Settings, Stage
 from nhgd.algorithm.stocbio import StocBiO
 from nhgd.algorithm.sustain import SUSTAIN
 from nhgd.algorithm.ttsa import TTSA
@@ -30,7 +30,7 @@ from nhgd.algorithm.vrbo import VRBO
 from nhgd.errors import InputError, unknown
 from nhgd.inverse import INVERSES
 from nhgd.inverse import resolve as resolve_inverse
-from nhgd.registry import GuestWarning, Registry, told
+from nhgd.loop.loop import Loop, Settings, StepInfo
 
 ALGORITHMS = Registry("method", AbstractAlgorithm, list(vars().values()))
 
@@ -106,9 +106,9 @@ __all__ = [
     "VRBO",
     "AbstractAlgorithm",
     "AmIGO",
+    "Loop",
     "NHGDSingle",
     "Settings",
-    "Stage",
     "StepInfo",
     "StocBiO",
     "names",

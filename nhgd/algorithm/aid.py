@@ -8,11 +8,11 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
-from nhgd.algorithm.calibration import calibrated
-from nhgd.algorithm.stage import Stage
+from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import InputError
 from nhgd.inverse import CG, AbstractInverse, Identity
+from nhgd.loop.calibration import calibrated
+from nhgd.loop.loop import Loop, StepInfo
 
 
 @dataclass
@@ -65,18 +65,18 @@ class AID(AbstractAlgorithm):
         """The inverse."""
         return self.inverse
 
-    def init(self, stage: Stage) -> AIDState:
+    def init(self, loop: Loop) -> AIDState:
         """Remember where theta starts, and choose the periods of the curvature if a clock is to decide."""
-        stage.use(calibrated(stage))
-        return AIDState(stage.problem.theta.flat())
+        loop.use(calibrated(loop))
+        return AIDState(loop.problem.theta.flat())
 
-    def step(self, stage: Stage, state: AIDState) -> tuple[AIDState, StepInfo]:
+    def step(self, loop: Loop, state: AIDState) -> tuple[AIDState, StepInfo]:
         """One outer step."""
         if not self.warm_start:
-            stage.problem.theta.assign(state.theta)
-        losses = [stage.inner_step() for _ in range(stage.settings.inner_steps)]
-        found, lag = stage.implicit(stage.inner_batches(self.batches), state.adjoint if self.warm_solve else None)
-        norm = stage.move_v(found.leaves)
+            loop.problem.theta.assign(state.theta)
+        losses = [loop.inner_step() for _ in range(loop.settings.inner_steps)]
+        found, lag = loop.implicit(loop.inner_batches(self.batches), state.adjoint if self.warm_solve else None)
+        norm = loop.move_v(found.leaves)
         notes = {"residual": found.stats.residual, "poor_solve": found.stats.trouble is not None}
         info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, lag, notes)
         return AIDState(state.theta, found.adjoint), info

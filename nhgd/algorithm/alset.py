@@ -7,10 +7,10 @@ from typing import ClassVar, final
 
 import torch
 
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
-from nhgd.algorithm.series import Estimator, check_series, draw, scaled
-from nhgd.algorithm.stage import Stage
+from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import counted
+from nhgd.loop.loop import Loop, StepInfo
+from nhgd.loop.neumann_estimate import Estimator, check_series, draw, scaled
 
 
 @dataclass
@@ -56,16 +56,16 @@ class ALSET(AbstractAlgorithm):
         counted("ALSET", K=self.K)
         check_series("ALSET", self.K, self.phi, self.estimator)
 
-    def init(self, stage: Stage) -> ALSETState:
+    def init(self, loop: Loop) -> ALSETState:
         """The scale is found at the first step, unless it was given."""
         return ALSETState(self.phi)
 
-    def step(self, stage: Stage, state: ALSETState) -> tuple[ALSETState, StepInfo]:
+    def step(self, loop: Loop, state: ALSETState) -> tuple[ALSETState, StepInfo]:
         """One outer step."""
-        losses = [stage.inner_step() for _ in range(stage.settings.inner_steps)]
-        sample = draw(stage, self.estimator, self.K - 1, hold=False)
-        found, phi = scaled(stage, sample, self.phi, state.phi)
-        norm = stage.move_v(found.leaves)
+        losses = [loop.inner_step() for _ in range(loop.settings.inner_steps)]
+        sample = draw(loop, self.estimator, self.K - 1, hold=False)
+        found, phi = scaled(loop, sample, self.phi, state.phi)
+        norm = loop.move_v(found.leaves)
         notes = {"products": sample.products, "phi": phi}
         info = StepInfo(float(found.value), float(torch.stack(losses).mean()), norm, notes=notes)
         return ALSETState(phi), info

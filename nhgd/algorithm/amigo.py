@@ -8,13 +8,13 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
-from nhgd.algorithm.stage import Stage
+from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import counted, positive
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse import QuadraticSGD
-from nhgd.inverse.spectrum import largest_eigenvalue
+from nhgd.inverse._krylov.spectrum import largest_eigenvalue
+from nhgd.loop.loop import Loop, StepInfo
 
 HALVINGS = 4  # of a beta that was found here: what more it takes is said aloud
 
@@ -63,28 +63,28 @@ class AmIGO(AbstractAlgorithm):
         if self.beta is not None:
             positive("AmIGO", beta=self.beta)
 
-    def init(self, stage: Stage) -> AmIGOState:
+    def init(self, loop: Loop) -> AmIGOState:
         """x begins at zero, and comes near a solution over many outer steps."""
-        stage.complaints.patient = True
-        stage.complaints.mends = HALVINGS if self.beta is None else 0
+        loop.complaints.patient = True
+        loop.complaints.mends = HALVINGS if self.beta is None else 0
         return AmIGOState(None, self.beta)
 
-    def step(self, stage: Stage, state: AmIGOState) -> tuple[AmIGOState, StepInfo]:
+    def step(self, loop: Loop, state: AmIGOState) -> tuple[AmIGOState, StepInfo]:
         """One outer step."""
-        losses = [stage.inner_step() for _ in range(stage.settings.inner_steps)]
-        at = stage.point(stage.inner_batches(self.K), stage.outer.next())
+        losses = [loop.inner_step() for _ in range(loop.settings.inner_steps)]
+        at = loop.oracle(loop.inner_batches(self.K), loop.outer.next())
         beta = state.beta
         if beta is None:
-            top = largest_eigenvalue(at, stage.problem.theta.flat(), 10)
+            top = largest_eigenvalue(at, loop.problem.theta.flat(), 10)
             beta = 1.0 / top if top > 0 else 1.0
-        batch = stage.inner_batch()
+        batch = loop.inner_batch()
 
         def cross(x: Tensor) -> list[Tensor]:
-            return stage.point([batch], None).cross(x)
+            return loop.oracle([batch], None).cross(x)
 
         start = state.adjoint if self.warm_start else None
-        found = implicit(at, QuadraticSGD(steps=self.K, beta=beta), None, start, cross, None, stage.complaints)
-        norm = stage.move_v(found.leaves)
+        found = implicit(at, QuadraticSGD(steps=self.K, beta=beta), None, start, cross, None, loop.complaints)
+        norm = loop.move_v(found.leaves)
         notes = {"beta": beta, "poor_solve": found.stats.notes["diverged"]}
         info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, notes=notes)
         if self.beta is None and _diverges(found, start):

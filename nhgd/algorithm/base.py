@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from nhgd.algorithm.stage import Stage
+from nhgd._registry import summary
+from nhgd._validation import Validated
 from nhgd.inverse.base import AbstractInverse
+from nhgd.loop.loop import Loop, StepInfo
 from nhgd.problem import Bilevel
-from nhgd.registry import summary
-from nhgd.validation import Validated
-
-
-@dataclass(frozen=True)
-class StepInfo:
-    """What one outer step tells: the losses, how far the curvature lagged, and anything else by name."""
-
-    outer_loss: float
-    inner_loss: float
-    hypergradient_norm: float
-    lag: int = 0
-    notes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,11 +30,11 @@ class AbstractAlgorithm(Validated, ABC):
         return None
 
     @abstractmethod
-    def init(self, stage: Stage) -> Any:
+    def init(self, loop: Loop) -> Any:
         """The state before the first outer step."""
 
     @abstractmethod
-    def step(self, stage: Stage, state: Any) -> tuple[Any, StepInfo]:
+    def step(self, loop: Loop, state: Any) -> tuple[Any, StepInfo]:
         """One outer step."""
 
     @classmethod

@@ -8,9 +8,9 @@ from typing import ClassVar, Literal, final, get_args
 import torch
 from torch import Tensor
 
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
-from nhgd.algorithm.stage import Stage
+from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import positive, unknown
+from nhgd.loop.loop import Loop, StepInfo
 from nhgd.schedule import Constant, Power, Rate, Schedule
 from nhgd.schedule import resolve as resolve_rate
 
@@ -88,24 +88,24 @@ class BOME(AbstractAlgorithm):
         if self.barrier not in get_args(Barrier):
             raise unknown("barrier of BOME", str(self.barrier), get_args(Barrier))
 
-    def init(self, stage: Stage) -> BOMEState:
+    def init(self, loop: Loop) -> BOMEState:
         """Both inner variables begin as one, and a step of v that was given as a number begins to fall."""
-        stage.plain_rate("BOME")
-        alpha, own = stage.v.schedule, isinstance(stage.settings.outer_lr, Schedule)
+        loop.plain_rate("BOME")
+        alpha, own = loop.v.schedule, isinstance(loop.settings.outer_lr, Schedule)
         if self.halved_after is not None and isinstance(alpha, Constant) and not own:
-            stage.v.schedule = Power(alpha.lr, 1.0, offset=self.halved_after)
-        return BOMEState(stage.problem.theta.flat())
+            loop.v.schedule = Power(alpha.lr, 1.0, offset=self.halved_after)
+        return BOMEState(loop.problem.theta.flat())
 
-    def step(self, stage: Stage, state: BOMEState) -> tuple[BOMEState, StepInfo]:
+    def step(self, loop: Loop, state: BOMEState) -> tuple[BOMEState, StepInfo]:
         """One outer step."""
-        problem = stage.problem
+        problem = loop.problem
         problem.theta.assign(state.pulled)
-        losses = [stage.inner_step() for _ in range(stage.settings.inner_steps)]
-        batches, outer_batch, seed = stage.inner_batches(1), stage.outer.next(), stage.seed()
-        here = stage.point(batches, outer_batch, seed)
+        losses = [loop.inner_step() for _ in range(loop.settings.inner_steps)]
+        batches, outer_batch, seed = loop.inner_batches(1), loop.outer.next(), loop.seed()
+        here = loop.oracle(batches, outer_batch, seed)
         trained = here.inner_gradients()
-        with stage.elsewhere(state.pulled):
-            at = stage.point(batches, outer_batch, seed)
+        with loop.elsewhere(state.pulled):
+            at = loop.oracle(batches, outer_batch, seed)
             f, q = at.outer(), at.inner_gradients()
         q_v = [a - b for a, b in zip(q.v, trained.v, strict=True)]
         size = float(q.theta.dot(q.theta)) + sum(float(g.square().sum()) for g in q_v)
@@ -113,18 +113,18 @@ class BOME(AbstractAlgorithm):
         gap = float(q.value - trained.value)
         barrier = self.strength * (size if self.barrier == "gradient" else gap)
         multiplier = max((barrier - along) / size, 0.0) if size > 0 else 0.0
-        pulled = stage.projected(state.pulled - self._pulled_rate(stage) * (f.theta + multiplier * q.theta))
+        pulled = loop.projected(state.pulled - self._pulled_rate(loop) * (f.theta + multiplier * q.theta))
         outer_loss = here.outer_value()
-        norm = stage.move_v([a + multiplier * b for a, b in zip(f.v, q_v, strict=True)])
+        norm = loop.move_v([a + multiplier * b for a, b in zip(f.v, q_v, strict=True)])
         notes = {"multiplier": multiplier, "gap": gap}
         return BOMEState(pulled), StepInfo(outer_loss, float(torch.stack(losses).mean()), norm, 0, notes)
 
-    def _pulled_rate(self, stage: Stage) -> float:
+    def _pulled_rate(self, loop: Loop) -> float:
         """How far `pulled` moves along its direction."""
-        clock = stage.clock
+        clock = loop.clock
         if self.pulled_lr is not None:
             return resolve_rate(self.pulled_lr, "pulled_lr").rate(clock)
-        bound = stage.theta.rate(clock)
+        bound = loop.theta.rate(clock)
         if self.halved_after is not None:
             bound = Power(bound, 1.0, offset=self.halved_after).rate(clock)
-        return min(stage.v.rate(clock), bound)
+        return min(loop.v.rate(clock), bound)

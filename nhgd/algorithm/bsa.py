@@ -9,10 +9,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
-from nhgd.algorithm.series import Estimator, check_series, draw, scaled
-from nhgd.algorithm.stage import Stage
+from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import counted, not_negative
+from nhgd.loop.loop import Loop, StepInfo
+from nhgd.loop.neumann_estimate import Estimator, check_series, draw, scaled
 
 
 @dataclass
@@ -72,24 +72,24 @@ class BSA(AbstractAlgorithm):
         """t_k."""
         return math.ceil(T * math.pow(k + 1, self.growth) - 1e-9)
 
-    def init(self, stage: Stage) -> BSAState:
+    def init(self, loop: Loop) -> BSAState:
         """Remember where theta starts."""
-        return BSAState(stage.problem.theta.flat(), self.phi)
+        return BSAState(loop.problem.theta.flat(), self.phi)
 
-    def step(self, stage: Stage, state: BSAState) -> tuple[BSAState, StepInfo]:
+    def step(self, loop: Loop, state: BSAState) -> tuple[BSAState, StepInfo]:
         """One outer step."""
         if not self.warm_start:
-            stage.problem.theta.assign(state.theta)
-        count = self.inner_steps(stage.settings.inner_steps, stage.clock.k)
+            loop.problem.theta.assign(state.theta)
+        count = self.inner_steps(loop.settings.inner_steps, loop.clock.k)
         losses = []
         for _ in range(count):
-            losses.append(stage.inner_step())
+            losses.append(loop.inner_step())
             # Only the latest batches are kept for diagnosis: the loops grow without bound, and memory must not.
-            while len(stage.recent) > stage.settings.inner_steps:
-                stage.recent.popleft()
-        sample = draw(stage, self.estimator, self.K - 1, hold=False)
-        found, phi = scaled(stage, sample, self.phi, state.phi)
-        norm = stage.move_v(found.leaves)
+            while len(loop.recent) > loop.settings.inner_steps:
+                loop.recent.popleft()
+        sample = draw(loop, self.estimator, self.K - 1, hold=False)
+        found, phi = scaled(loop, sample, self.phi, state.phi)
+        norm = loop.move_v(found.leaves)
         notes = {"inner_steps": count, "products": sample.products, "phi": phi}
         info = StepInfo(float(found.value), float(torch.stack(losses).mean()), norm, notes=notes)
         return BSAState(state.theta, phi), info

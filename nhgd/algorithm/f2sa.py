@@ -8,9 +8,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
-from nhgd.algorithm.stage import Stage
+from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import not_negative, positive
+from nhgd.loop.loop import Loop, StepInfo
 
 
 @dataclass
@@ -75,35 +75,35 @@ class F2SA(AbstractAlgorithm):
         """The weight of the inner objective at outer step k, from 0."""
         return self.first * float((k + 1) ** self.growth)
 
-    def init(self, stage: Stage) -> F2SAState:
+    def init(self, loop: Loop) -> F2SAState:
         """Both inner variables begin as one."""
-        stage.plain_rate("F2SA")
-        return F2SAState(stage.problem.theta.flat())
+        loop.plain_rate("F2SA")
+        return F2SAState(loop.problem.theta.flat())
 
-    def step(self, stage: Stage, state: F2SAState) -> tuple[F2SAState, StepInfo]:
+    def step(self, loop: Loop, state: F2SAState) -> tuple[F2SAState, StepInfo]:
         """One outer step."""
-        multiplier, pulled = self.multiplier(stage.clock.k), state.pulled
+        multiplier, pulled = self.multiplier(loop.clock.k), state.pulled
         losses = []
-        for _ in range(stage.settings.inner_steps):
-            eta = self.pace * stage.plain_rate("F2SA")
-            batch = stage.inner_batch()
-            losses.append(stage.inner_step(batch))
-            with stage.elsewhere(pulled):
-                at = stage.point([self._other(stage, batch)], stage.outer.next())
+        for _ in range(loop.settings.inner_steps):
+            eta = self.pace * loop.plain_rate("F2SA")
+            batch = loop.inner_batch()
+            losses.append(loop.inner_step(batch))
+            with loop.elsewhere(pulled):
+                at = loop.oracle([self._other(loop, batch)], loop.outer.next())
                 direction = at.inner_gradients(in_v=False).theta + at.outer().theta / multiplier
-            pulled = stage.projected(pulled - eta * direction)
-        batch, outer_batch, seed = stage.inner_batch(), stage.outer.next(), stage.seed()
-        here = stage.point([batch], outer_batch, seed)
+            pulled = loop.projected(pulled - eta * direction)
+        batch, outer_batch, seed = loop.inner_batch(), loop.outer.next(), loop.seed()
+        here = loop.oracle([batch], outer_batch, seed)
         l_theta = here.inner_gradients()
-        with stage.elsewhere(pulled):
-            at = stage.point([self._other(stage, batch)], outer_batch, seed)
+        with loop.elsewhere(pulled):
+            at = loop.oracle([self._other(loop, batch)], outer_batch, seed)
             f, l_pulled = at.outer(), at.inner_gradients()
         outer_loss = here.outer_value()
         apart = zip(f.v, l_pulled.v, l_theta.v, strict=True)
-        norm = stage.move_v([a + multiplier * (b - c) for a, b, c in apart])
-        distance = float((pulled - stage.problem.theta.flat()).norm())
+        norm = loop.move_v([a + multiplier * (b - c) for a, b, c in apart])
+        distance = float((pulled - loop.problem.theta.flat()).norm())
         notes = {"multiplier": multiplier, "distance": distance}
         return F2SAState(pulled), StepInfo(outer_loss, float(torch.stack(losses).mean()), norm, 0, notes)
 
-    def _other(self, stage: Stage, batch: object) -> object:
-        return batch if self.shared else stage.inner_batch()
+    def _other(self, loop: Loop, batch: object) -> object:
+        return batch if self.shared else loop.inner_batch()

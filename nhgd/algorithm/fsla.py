@@ -8,11 +8,11 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
-from nhgd.algorithm.recursion import check_momentum, momentum
+from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.algorithm.soba import adjoint_rate, check_rate
-from nhgd.algorithm.stage import Stage
 from nhgd.data.batch import Batch
+from nhgd.loop.loop import Loop, StepInfo
+from nhgd.loop.storm import check_momentum, momentum
 from nhgd.schedule import Schedule
 
 
@@ -61,33 +61,33 @@ class FSLA(AbstractAlgorithm):
         check_momentum("FSLA", momentum=self.momentum)
         check_rate(self.adjoint_lr)
 
-    def init(self, stage: Stage) -> FSLAState:
+    def init(self, loop: Loop) -> FSLAState:
         """The adjoint begins at zero, and nothing lies behind."""
-        v = stage.problem.v.flat()
-        return FSLAState(torch.zeros_like(stage.problem.theta.flat()), v, torch.zeros_like(v))
+        v = loop.problem.v.flat()
+        return FSLAState(torch.zeros_like(loop.problem.theta.flat()), v, torch.zeros_like(v))
 
-    def step(self, stage: Stage, state: FSLAState) -> tuple[FSLAState, StepInfo]:
+    def step(self, loop: Loop, state: FSLAState) -> tuple[FSLAState, StepInfo]:
         """One iteration."""
-        v = stage.problem.v
-        eta = momentum(self.momentum, stage.clock)
-        rate = adjoint_rate(stage, self.adjoint_lr)
-        last = stage.problem.theta.flat()
-        loss = stage.inner_step()
-        at = stage.point([stage.inner_batch()], stage.outer.next())
+        v = loop.problem.v
+        eta = momentum(self.momentum, loop.clock)
+        rate = adjoint_rate(loop, self.adjoint_lr)
+        last = loop.problem.theta.flat()
+        loss = loop.inner_step()
+        at = loop.oracle([loop.inner_batch()], loop.outer.next())
         adjoint = state.adjoint - rate * (at.hvp(state.adjoint) - at.outer().theta)
-        batch, outer_batch, seed = stage.inner_batch(), stage.outer.next(), stage.seed()
-        value, in_v = _direction(stage, adjoint, batch, outer_batch, seed)
+        batch, outer_batch, seed = loop.inner_batch(), loop.outer.next(), loop.seed()
+        value, in_v = _direction(loop, adjoint, batch, outer_batch, seed)
         if eta < 1:
-            with stage.elsewhere(last, state.v):
-                _, there = _direction(stage, state.adjoint, batch, outer_batch, seed)
+            with loop.elsewhere(last, state.v):
+                _, there = _direction(loop, state.adjoint, batch, outer_batch, seed)
             in_v = in_v + (1 - eta) * (state.in_v - there)
         here = v.flat()
-        norm = stage.move_v(v.unflatten(in_v))
+        norm = loop.move_v(v.unflatten(in_v))
         return FSLAState(adjoint, here, in_v), StepInfo(float(value), float(loss), norm)
 
 
-def _direction(stage: Stage, x: Tensor, batch: Batch, outer_batch: Batch, seed: int) -> tuple[Tensor, Tensor]:
+def _direction(loop: Loop, x: Tensor, batch: Batch, outer_batch: Batch, seed: int) -> tuple[Tensor, Tensor]:
     """The outer loss and grad_v f - (d2_{theta,v} l)^T x, (P,), at the current theta and v."""
-    at = stage.point([batch], outer_batch, seed)
+    at = loop.oracle([batch], outer_batch, seed)
     outer = at.outer()
-    return outer.value, stage.problem.v.flatten([f - c for f, c in zip(outer.v, at.cross(x), strict=True)])
+    return outer.value, loop.problem.v.flatten([f - c for f, c in zip(outer.v, at.cross(x), strict=True)])

@@ -8,10 +8,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
-from nhgd.algorithm.stage import Stage
+from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import InputError
 from nhgd.hypergradients.unrolled import through
+from nhgd.loop.loop import Loop, StepInfo
 
 
 @dataclass
@@ -67,44 +67,44 @@ class ITD(AbstractAlgorithm):
         """Truncated back-propagation."""
         return {"truncated": cls(truncate=5)}
 
-    def init(self, stage: Stage) -> ITDState:
+    def init(self, loop: Loop) -> ITDState:
         """Refuse what cannot be differentiated, and remember where theta starts."""
-        stage.plain_rate("ITD")
-        if stage.team.size > 1:
+        loop.plain_rate("ITD")
+        if loop.team.size > 1:
             raise InputError(
                 "ITD differentiates through its inner steps, which cannot be divided among workers. Run it on one worker, or"
                 " use a method with an implicit hypergradient, such as nhgd or aid-cg."
             )
-        if callable(stage.settings.project):
+        if callable(loop.settings.project):
             raise InputError(
                 "ITD differentiates through its steps, which it cannot through a function that changes theta in place. Give"
                 " project a radius, or leave it away."
             )
-        return ITDState(stage.problem.theta.flat())
+        return ITDState(loop.problem.theta.flat())
 
-    def step(self, stage: Stage, state: ITDState) -> tuple[ITDState, StepInfo]:
+    def step(self, loop: Loop, state: ITDState) -> tuple[ITDState, StepInfo]:
         """One outer step."""
-        problem, steps, radius = stage.problem, stage.settings.inner_steps, stage.settings.project
+        problem, steps, radius = loop.problem, loop.settings.inner_steps, loop.settings.project
         if not self.warm_start:
             problem.theta.assign(state.theta)
         last = steps if self.truncate is None else min(self.truncate, steps)
-        losses = [stage.inner_step() for _ in range(steps - last)]
-        batches, rates = stage.inner_batches(last), []
+        losses = [loop.inner_step() for _ in range(steps - last)]
+        batches, rates = loop.inner_batches(last), []
         for _ in range(last):
-            rates.append(stage.plain_rate("ITD"))
-            stage.tick()
+            rates.append(loop.plain_rate("ITD"))
+            loop.tick()
         found = through(
             problem,
             problem.theta.leaves,
             batches,
             rates,
-            stage.outer.next(),
-            stage.seed(),
-            stage.calls,
+            loop.outer.next(),
+            loop.seed(),
+            loop.calls,
             radius if isinstance(radius, (int, float)) else None,
         )
         problem.theta.assign(found.theta)
-        norm = stage.move_v(found.v)
+        norm = loop.move_v(found.v)
         losses += found.losses
         info = StepInfo(float(found.value), float(torch.stack(losses).mean()), norm, 0, {"differentiated": last})
         return state, info

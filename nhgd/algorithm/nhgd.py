@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from nhgd.algorithm.aid import check_batches
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
-from nhgd.algorithm.calibration import calibrated
-from nhgd.algorithm.natural import LevenbergMarquardt
-from nhgd.algorithm.stage import Stage
+from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError, counted, not_negative, unknown
 from nhgd.inverse import AbstractInverse, FisherDense, FisherWindow, Refined
-from nhgd.inverse.automatic import automatic
+from nhgd.inverse._learned.automatic import automatic
+from nhgd.loop.calibration import calibrated
+from nhgd.loop.levenberg_marquardt import LevenbergMarquardt
+from nhgd.loop.loop import Loop, StepInfo
 from nhgd.problem import Bilevel
 
 Cross = Literal["final", "trajectory"]
@@ -136,35 +136,35 @@ class NHGD(AbstractAlgorithm):
         """The inverse."""
         return self.inverse
 
-    def init(self, stage: Stage) -> NHGDState:
+    def init(self, loop: Loop) -> NHGDState:
         """Remember where theta starts, and choose the periods of the curvature if a clock is to decide."""
-        stage.use(calibrated(stage))
+        loop.use(calibrated(loop))
         marquardt = LevenbergMarquardt(self.natural_lr, self.natural_floor) if self.inner == "natural" else None
-        return NHGDState(stage.problem.theta.flat(), marquardt=marquardt)
+        return NHGDState(loop.problem.theta.flat(), marquardt=marquardt)
 
-    def step(self, stage: Stage, state: NHGDState) -> tuple[NHGDState, StepInfo]:
+    def step(self, loop: Loop, state: NHGDState) -> tuple[NHGDState, StepInfo]:
         """One outer step."""
-        inverse = stage.inverse
+        inverse = loop.inverse
         assert inverse is not None
         if not self.warm_start:
-            stage.problem.theta.assign(state.theta)
+            loop.problem.theta.assign(state.theta)
         if self.curvature == "fresh":
-            stage.executor.start(inverse, stage.problem.theta)
+            loop.executor.start(inverse, loop.problem.theta)
         visits: list[Visit] = []
         steps = (
-            stage.settings.inner_steps if state.marquardt is None else self.natural_steps or stage.settings.inner_steps
+            loop.settings.inner_steps if state.marquardt is None else self.natural_steps or loop.settings.inner_steps
         )
-        losses = [self._inner(stage, state, visits) for _ in range(steps)]
-        batches = stage.inner_batches(self.batches)
+        losses = [self._inner(loop, state, visits) for _ in range(steps)]
+        batches = loop.inner_batches(self.batches)
         if self.observe == "end":
             for batch in batches:
-                stage.gradient(batch, always=True)
+                loop.gradient(batch, always=True)
 
         def along(x: Tensor) -> list[Tensor]:
-            return trajectory_cross(stage, visits, x)
+            return trajectory_cross(loop, visits, x)
 
-        found, lag = stage.implicit(batches, state.adjoint, along if self.cross == "trajectory" else None)
-        norm = stage.move_v(found.leaves)
+        found, lag = loop.implicit(batches, state.adjoint, along if self.cross == "trajectory" else None)
+        norm = loop.move_v(found.leaves)
         notes = {"inverse": inverse.name, "residual": found.stats.residual}
         notes["poor_solve"] = found.stats.trouble is not None
         if state.marquardt is not None:
@@ -172,28 +172,28 @@ class NHGD(AbstractAlgorithm):
         info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, lag, notes)
         return NHGDState(state.theta, found.adjoint, state.marquardt), info
 
-    def _inner(self, stage: Stage, state: NHGDState, visits: list[Visit]) -> Tensor:
+    def _inner(self, loop: Loop, state: NHGDState, visits: list[Visit]) -> Tensor:
         if self.cross == "trajectory":
-            batch, seed = stage.inner_batch(), stage.seed()
-            visits.append(Visit(stage.problem.theta.flat(), batch, seed))
+            batch, seed = loop.inner_batch(), loop.seed()
+            visits.append(Visit(loop.problem.theta.flat(), batch, seed))
         else:
             batch, seed = None, None
         if state.marquardt is not None:
             # Where the last inner loop ended, this one begins, so its curvature serves the first step.
-            known = self.observe == "end" and stage.clock.t == 0 and stage.clock.k > 0 and self.curvature == "carried"
-            return state.marquardt.step(stage, batch, seed, record=not (known and self.warm_start))
-        return stage.inner_step(batch, record=self.observe == "all", seed=seed)
+            known = self.observe == "end" and loop.clock.t == 0 and loop.clock.k > 0 and self.curvature == "carried"
+            return state.marquardt.step(loop, batch, seed, record=not (known and self.warm_start))
+        return loop.inner_step(batch, record=self.observe == "all", seed=seed)
 
 
-def trajectory_cross(stage: Stage, visits: list[Visit], x: Tensor) -> list[Tensor]:
+def trajectory_cross(loop: Loop, visits: list[Visit], x: Tensor) -> list[Tensor]:
     """L^T x with L the mean cross derivative over the inner steps: each is visited again, one at a time."""
-    problem = stage.problem
+    problem = loop.problem
     here = problem.theta.flat()
     total = [torch.zeros_like(leaf) for leaf in problem.v.leaves]
     try:
         for visit in visits:
             problem.theta.assign(visit.theta)
-            at = stage.point([visit.batch], None, visit.seed - 1)  # a point's first batch: seed + 1
+            at = loop.oracle([visit.batch], None, visit.seed - 1)  # a point's first batch: seed + 1
             for t, part in zip(total, at.cross(x), strict=True):
                 t.add_(part, alpha=1 / len(visits))
     finally:

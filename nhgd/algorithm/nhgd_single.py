@@ -8,12 +8,12 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from nhgd.algorithm.aid import check_batches
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
-from nhgd.algorithm.calibration import calibrated
-from nhgd.algorithm.stage import Stage
+from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import InputError, not_negative
 from nhgd.inverse import AbstractInverse, FisherDense, Refined
-from nhgd.inverse.automatic import automatic
+from nhgd.inverse._learned.automatic import automatic
+from nhgd.loop.calibration import calibrated
+from nhgd.loop.loop import Loop, StepInfo
 from nhgd.problem import Bilevel
 
 
@@ -88,16 +88,16 @@ class NHGDSingle(AbstractAlgorithm):
         """The inverse."""
         return self.inverse
 
-    def init(self, stage: Stage) -> NHGDSingleState:
+    def init(self, loop: Loop) -> NHGDSingleState:
         """Choose the periods of the curvature if a clock is to decide."""
-        stage.use(calibrated(stage))
+        loop.use(calibrated(loop))
         return NHGDSingleState()
 
-    def step(self, stage: Stage, state: NHGDSingleState) -> tuple[NHGDSingleState, StepInfo]:
+    def step(self, loop: Loop, state: NHGDSingleState) -> tuple[NHGDSingleState, StepInfo]:
         """One iteration."""
-        loss = stage.inner_step()
-        found, lag = stage.implicit(stage.inner_batches(self.batches), state.adjoint)
-        norm = stage.move_v(found.leaves)
-        notes = {"inverse": "none" if stage.inverse is None else stage.inverse.name, "residual": found.stats.residual}
+        loss = loop.inner_step()
+        found, lag = loop.implicit(loop.inner_batches(self.batches), state.adjoint)
+        norm = loop.move_v(found.leaves)
+        notes = {"inverse": "none" if loop.inverse is None else loop.inverse.name, "residual": found.stats.residual}
         notes["poor_solve"] = found.stats.trouble is not None
         return NHGDSingleState(found.adjoint), StepInfo(found.value, float(loss), norm, lag, notes)

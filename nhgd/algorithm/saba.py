@@ -9,13 +9,13 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
+from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.algorithm.soba import adjoint_rate, check_rate
-from nhgd.algorithm.stage import Stage
 from nhgd.data.batch import Batch, move, sizes
 from nhgd.data.loader import Data, Stream
 from nhgd.errors import InputError
-from nhgd.point import Point
+from nhgd.loop.loop import Loop, StepInfo
+from nhgd.oracle import Oracle
 from nhgd.schedule import Schedule
 
 
@@ -98,50 +98,48 @@ class SABA(AbstractAlgorithm):
     def __post_init__(self) -> None:
         check_rate(self.adjoint_lr)
 
-    def init(self, stage: Stage) -> SABAState:
+    def init(self, loop: Loop) -> SABAState:
         """The adjoint begins at zero. Data whose batches cannot be asked for again are refused."""
-        for stream in (stage.inner, stage.outer):
+        for stream in (loop.inner, loop.outer):
             if not isinstance(stream.source, (Data, list, tuple)):
                 raise InputError(
                     f"SABA remembers every batch, so it must be able to ask for the same one again, but {stream.name} is a"
                     f" {type(stream.source).__name__}. Pass {stream.name}=nhgd.Data(x, y, batch=1024) or a list of batches."
                 )
-        return SABAState(torch.zeros_like(stage.problem.theta.flat()))
+        return SABAState(torch.zeros_like(loop.problem.theta.flat()))
 
-    def step(self, stage: Stage, state: SABAState) -> tuple[SABAState, StepInfo]:
+    def step(self, loop: Loop, state: SABAState) -> tuple[SABAState, StepInfo]:
         """One iteration."""
-        theta, v = stage.problem.theta, stage.problem.v
+        theta, v = loop.problem.theta, loop.problem.v
         d, x = theta.numel, state.adjoint
         inner, outer = state.inner, state.outer
         if inner is None or outer is None:
-            inner = _filled(
-                stage.inner, lambda batch: _inner_row(stage.point([batch], None), x)[1], stage.problem.sizes
-            )
+            inner = _filled(loop.inner, lambda batch: _inner_row(loop.oracle([batch], None), x)[1], loop.problem.sizes)
             outer = _filled(
-                stage.outer, lambda batch: _outer_row(stage.point([None], batch))[1]
+                loop.outer, lambda batch: _outer_row(loop.oracle([None], batch))[1]
             )  # no inner batch is read
         i, j = int(torch.randint(len(inner.rows), ())), int(torch.randint(len(outer.rows), ()))
-        batch = _batch(stage.inner, inner.order, i)
-        stage.recent.append(batch)
-        at = stage.point([batch], _batch(stage.outer, outer.order, j))
+        batch = _batch(loop.inner, inner.order, i)
+        loop.recent.append(batch)
+        at = loop.oracle([batch], _batch(loop.outer, outer.order, j))
         loss, inner_row = _inner_row(at, x)
         value, outer_row = _outer_row(at)
         gradient, product, cross = inner.improve(i, inner_row).split([d, d, v.numel])
         in_theta, in_v = outer.improve(j, outer_row).split([d, v.numel])
-        adjoint = x - adjoint_rate(stage, self.adjoint_lr) * (product - in_theta).to(x.dtype)
-        stage.move_theta(theta.unflatten(gradient))
-        norm = stage.move_v(v.unflatten(in_v - cross))
+        adjoint = x - adjoint_rate(loop, self.adjoint_lr) * (product - in_theta).to(x.dtype)
+        loop.move_theta(theta.unflatten(gradient))
+        norm = loop.move_v(v.unflatten(in_v - cross))
         return SABAState(adjoint, inner, outer), StepInfo(float(value), float(loss), norm)
 
 
-def _inner_row(at: Point, x: Tensor) -> tuple[Tensor, Tensor]:
+def _inner_row(at: Oracle, x: Tensor) -> tuple[Tensor, Tensor]:
     """The inner loss, and its gradient, Hessian product and cross product as one row, (2 D + P,)."""
     value, gradient = at.live_gradient()
     product, cross = at.products(x)
     return value, torch.cat([at.problem.theta.flatten(gradient), product, at.problem.v.flatten(cross)])
 
 
-def _outer_row(at: Point) -> tuple[Tensor, Tensor]:
+def _outer_row(at: Oracle) -> tuple[Tensor, Tensor]:
     """The outer loss, and its two gradients as one row, (D + P,)."""
     found = at.outer()
     return found.value, torch.cat([found.theta, at.problem.v.flatten(found.v)])

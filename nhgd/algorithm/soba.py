@@ -8,8 +8,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
-from nhgd.algorithm.stage import Stage
+from nhgd.algorithm.base import AbstractAlgorithm
+from nhgd.loop.loop import Loop, StepInfo
 from nhgd.schedule import Schedule
 from nhgd.schedule import resolve as resolve_rate
 
@@ -57,19 +57,19 @@ class SOBA(AbstractAlgorithm):
     def __post_init__(self) -> None:
         check_rate(self.adjoint_lr)
 
-    def init(self, stage: Stage) -> SOBAState:
+    def init(self, loop: Loop) -> SOBAState:
         """The adjoint begins at zero."""
-        return SOBAState(torch.zeros_like(stage.problem.theta.flat()))
+        return SOBAState(torch.zeros_like(loop.problem.theta.flat()))
 
-    def step(self, stage: Stage, state: SOBAState) -> tuple[SOBAState, StepInfo]:
+    def step(self, loop: Loop, state: SOBAState) -> tuple[SOBAState, StepInfo]:
         """One iteration."""
-        at = stage.point([stage.inner_batch()], stage.outer.next())
+        at = loop.oracle([loop.inner_batch()], loop.outer.next())
         value, gradient = at.live_gradient()
         outer = at.outer()
         product, cross = at.products(state.adjoint)
-        adjoint = state.adjoint - adjoint_rate(stage, self.adjoint_lr) * (product - outer.theta)
-        stage.move_theta(gradient)
-        norm = stage.move_v([f - c for f, c in zip(outer.v, cross, strict=True)])
+        adjoint = state.adjoint - adjoint_rate(loop, self.adjoint_lr) * (product - outer.theta)
+        loop.move_theta(gradient)
+        norm = loop.move_v([f - c for f, c in zip(outer.v, cross, strict=True)])
         return SOBAState(adjoint), StepInfo(float(outer.value), float(value), norm)
 
 
@@ -79,6 +79,6 @@ def check_rate(rate: float | Schedule | None) -> None:
         resolve_rate(rate, "adjoint_lr")
 
 
-def adjoint_rate(stage: Stage, rate: float | Schedule | None) -> float:
+def adjoint_rate(loop: Loop, rate: float | Schedule | None) -> float:
     """The step size of the adjoint now; None stands for that of theta."""
-    return stage.theta.rate(stage.clock) if rate is None else resolve_rate(rate, "adjoint_lr").rate(stage.clock)
+    return loop.theta.rate(loop.clock) if rate is None else resolve_rate(rate, "adjoint_lr").rate(loop.clock)

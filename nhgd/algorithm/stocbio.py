@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Literal, final, get_args
 import torch
 from torch import Tensor
 
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
-from nhgd.algorithm.series import Sample, check_series, scaled
-from nhgd.algorithm.stage import Stage
+from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, counted, positive, unknown
-from nhgd.inverse.spectrum import largest_eigenvalue
+from nhgd.inverse._krylov.spectrum import largest_eigenvalue
+from nhgd.loop.loop import Loop, StepInfo
+from nhgd.loop.neumann_estimate import Sample, check_series, scaled
 
 Rule = Literal["decaying", "constant"]
 
@@ -83,35 +83,35 @@ class StocBiO(AbstractAlgorithm):
         shrink = max(1 - phi * self.mu, 0.0)
         return [min(samples, max(1, math.ceil(self.B * self.K * shrink**k - 1e-9))) for k in range(self.K)]
 
-    def init(self, stage: Stage) -> StocBiOState:
+    def init(self, loop: Loop) -> StocBiOState:
         """Refuse data that cannot be drawn by index, and find the scale unless it was given."""
-        if self.rule == "decaying" and not isinstance(stage.inner.source, Data):
+        if self.rule == "decaying" and not isinstance(loop.inner.source, Data):
             raise InputError(
-                f"stocBiO draws batches of its own sizes, but inner_data is a {type(stage.inner.source).__name__}. Pass"
+                f"stocBiO draws batches of its own sizes, but inner_data is a {type(loop.inner.source).__name__}. Pass"
                 " inner_data=nhgd.Data(x, y, batch=1024), or StocBiO(rule='constant') for the batches of the loader."
             )
         return StocBiOState(self.phi)
 
-    def step(self, stage: Stage, state: StocBiOState) -> tuple[StocBiOState, StepInfo]:
+    def step(self, loop: Loop, state: StocBiOState) -> tuple[StocBiOState, StepInfo]:
         """One outer step."""
-        losses = [stage.inner_step() for _ in range(stage.settings.inner_steps)]
-        outer, cross, phi = stage.outer.next(), stage.inner_batch(), state.phi
+        losses = [loop.inner_step() for _ in range(loop.settings.inner_steps)]
+        outer, cross, phi = loop.outer.next(), loop.inner_batch(), state.phi
         if phi is None:
-            top = largest_eigenvalue(stage.point([cross], None), stage.problem.theta.flat(), 10)
+            top = largest_eigenvalue(loop.oracle([cross], None), loop.problem.theta.flat(), 10)
             phi = 1.0 / top if top > 0 else 1.0
-        sample = Sample(outer, cross, self._factors(stage, phi), None, stage.seed())
-        found, phi = scaled(stage, sample, self.phi, phi)
-        norm = stage.move_v(found.leaves)
+        sample = Sample(outer, cross, self._factors(loop, phi), None, loop.seed())
+        found, phi = scaled(loop, sample, self.phi, phi)
+        norm = loop.move_v(found.leaves)
         info = StepInfo(float(found.value), float(torch.stack(losses).mean()), norm, notes={"phi": phi})
         return StocBiOState(phi), info
 
-    def _factors(self, stage: Stage, phi: float) -> Sequence[Batch] | int:
+    def _factors(self, loop: Loop, phi: float) -> Sequence[Batch] | int:
         if self.rule == "constant":
             return self.K
-        data = stage.inner.source
+        data = loop.inner.source
         assert isinstance(data, Data)
         indices = [torch.randperm(data.samples)[:size] for size in self.sizes(phi, data.samples)]
-        return Taken(data, indices, stage.problem.theta.device)
+        return Taken(data, indices, loop.problem.theta.device)
 
 
 @final

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
-from nhgd.algorithm.recursion import Trail, both_levels, check_momentum, set_out
-from nhgd.algorithm.series import Estimator, check_series
-from nhgd.algorithm.stage import Stage
+from nhgd.algorithm.base import AbstractAlgorithm
+from nhgd.loop.loop import Loop, StepInfo
+from nhgd.loop.neumann_estimate import Estimator, check_series
+from nhgd.loop.storm import Trail, both_levels, check_momentum, set_out
 from nhgd.schedule import Schedule
 
 
@@ -56,10 +56,10 @@ class SUSTAIN(AbstractAlgorithm):
         check_series("SUSTAIN", self.K, self.phi, self.estimator)
         check_momentum("SUSTAIN", inner_momentum=self.inner_momentum, outer_momentum=self.outer_momentum)
 
-    def init(self, stage: Stage) -> Trail:
+    def init(self, loop: Loop) -> Trail:
         """Nothing lies behind."""
-        return set_out(stage, self.phi)
+        return set_out(loop, self.phi)
 
-    def step(self, stage: Stage, state: Trail) -> tuple[Trail, StepInfo]:
+    def step(self, loop: Loop, state: Trail) -> tuple[Trail, StepInfo]:
         """One iteration."""
-        return both_levels(stage, state, self.estimator, self.K - 1, self.phi, self.inner_momentum, self.outer_momentum)
+        return both_levels(loop, state, self.estimator, self.K - 1, self.phi, self.inner_momentum, self.outer_momentum)

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final, get_args
 
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
-from nhgd.algorithm.series import Estimator, check_series, draw, scaled
-from nhgd.algorithm.stage import Stage
+from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import counted, unknown
+from nhgd.loop.loop import Loop, StepInfo
+from nhgd.loop.neumann_estimate import Estimator, check_series, draw, scaled
 
 Growth = Literal["sqrt", "log", "none"]
 
@@ -82,16 +82,16 @@ class TTSA(AbstractAlgorithm):
         factor = {"sqrt": math.sqrt(1 + epoch), "log": 1 + math.log(1 + epoch), "none": 1.0}[self.growth]
         return int(self.K * factor)
 
-    def init(self, stage: Stage) -> TTSAState:
+    def init(self, loop: Loop) -> TTSAState:
         """The scale is found at the first step, unless it was given."""
         return TTSAState(self.phi)
 
-    def step(self, stage: Stage, state: TTSAState) -> tuple[TTSAState, StepInfo]:
+    def step(self, loop: Loop, state: TTSAState) -> tuple[TTSAState, StepInfo]:
         """One iteration."""
-        loss = stage.inner_step()
-        sample = draw(stage, self.estimator, self.products(stage.clock.k), hold=False)
-        found, phi = scaled(stage, sample, self.phi, state.phi)
-        norm = stage.move_v(found.leaves)
-        stage.recent.clear()  # many batches, and none of them bad
+        loss = loop.inner_step()
+        sample = draw(loop, self.estimator, self.products(loop.clock.k), hold=False)
+        found, phi = scaled(loop, sample, self.phi, state.phi)
+        norm = loop.move_v(found.leaves)
+        loop.recent.clear()  # many batches, and none of them bad
         notes = {"products": sample.products, "phi": phi}
         return TTSAState(phi), StepInfo(float(found.value), float(loss), norm, notes=notes)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from nhgd.algorithm.aid import check_batches
-from nhgd.algorithm.base import AbstractAlgorithm, StepInfo
-from nhgd.algorithm.series import check_series, draw, estimate
-from nhgd.algorithm.stage import Stage
+from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.data.batch import Batch, move, sizes
 from nhgd.errors import InverseWarning, NonFiniteError, counted
-from nhgd.inverse.spectrum import largest_eigenvalue
+from nhgd.inverse._krylov.spectrum import largest_eigenvalue
+from nhgd.loop.loop import Loop, StepInfo
+from nhgd.loop.neumann_estimate import check_series, draw, estimate
 
 
 @dataclass
@@ -75,57 +75,57 @@ class VRBO(AbstractAlgorithm):
         check_series("VRBO", self.K, self.phi)
         check_batches("VRBO", self.large, "large")
 
-    def init(self, stage: Stage) -> VRBOState:
+    def init(self, loop: Loop) -> VRBOState:
         """The first step takes large batches."""
         return VRBOState(None, None, self.phi)
 
-    def step(self, stage: Stage, state: VRBOState) -> tuple[VRBOState, StepInfo]:
+    def step(self, loop: Loop, state: VRBOState) -> tuple[VRBOState, StepInfo]:
         """One outer step."""
-        theta, v = stage.problem.theta, stage.problem.v
+        theta, v = loop.problem.theta, loop.problem.v
         in_theta, in_v, phi = state.in_theta, state.in_v, state.phi
-        if stage.clock.k % self.q == 0 or in_theta is None or in_v is None or phi is None:
-            in_theta, in_v, phi = self._afresh(stage, phi)
+        if loop.clock.k % self.q == 0 or in_theta is None or in_v is None or phi is None:
+            in_theta, in_v, phi = self._afresh(loop, phi)
         before = theta.flat(), v.flat()
-        norm = stage.move_v(v.unflatten(in_v))
+        norm = loop.move_v(v.unflatten(in_v))
         losses: list[Tensor] = []
         value = torch.zeros(())
-        steps = stage.settings.inner_steps
+        steps = loop.settings.inner_steps
         for t in range(steps + 1):
-            if t == steps and (stage.clock.k + 1) % self.q == 0:
+            if t == steps and (loop.clock.k + 1) % self.q == 0:
                 break
             # What was drawn for the last correction is let go: it may hold a shuffled copy of the data.
-            stage.recent.clear()
-            batch, seed = stage.inner_batch(), stage.seed()
+            loop.recent.clear()
+            batch, seed = loop.inner_batch(), loop.seed()
             # A point's first batch has seed + 1: dropout can be replayed at the point before.
-            found = stage.gradient(batch, record=False, seed=seed + 1)
-            sample = draw(stage, "sum", self.K)
-            here = estimate(stage, sample, phi)
-            with stage.elsewhere(*before):
-                there = estimate(stage, sample, phi)
-                last = stage.point([batch], None, seed).inner_gradients(in_v=False).theta
+            found = loop.gradient(batch, record=False, seed=seed + 1)
+            sample = draw(loop, "sum", self.K)
+            here = estimate(loop, sample, phi)
+            with loop.elsewhere(*before):
+                there = estimate(loop, sample, phi)
+                last = loop.oracle([batch], None, seed).inner_gradients(in_v=False).theta
             in_theta = in_theta + theta.flatten(found.gradient) - last
             in_v = in_v + v.flatten(here.leaves) - v.flatten(there.leaves)
             losses.append(found.value)
             value = here.value
             if t < steps:
                 before = theta.flat(), v.flat()
-                stage.move_theta(theta.unflatten(in_theta))
+                loop.move_theta(theta.unflatten(in_theta))
         if not math.isfinite(float(in_v.norm())):
             raise NonFiniteError("the hypergradient")
         info = StepInfo(float(value), float(torch.stack(losses).mean()), norm, notes={"phi": phi})
         return VRBOState(in_theta, in_v, phi), info
 
-    def _afresh(self, stage: Stage, phi: float | None) -> tuple[Tensor, Tensor, float]:
+    def _afresh(self, loop: Loop, phi: float | None) -> tuple[Tensor, Tensor, float]:
         """Both directions on large batches, and the scale."""
-        at = stage.point(stage.inner_batches(self.large), None)
-        u, in_v = self._outer(stage)
+        at = loop.oracle(loop.inner_batches(self.large), None)
+        u, in_v = self._outer(loop)
         if phi is None:
             top = largest_eigenvalue(at, u, 10)
             phi = 1.0 / top if top > 0 else 1.0
         for _ in range(8):
             total = term = u
             for _ in range(self.K):
-                factor = at if self.large == "all" else stage.point(stage.inner_batches(self.large), None)
+                factor = at if self.large == "all" else loop.oracle(loop.inner_batches(self.large), None)
                 term = term - phi * factor.hvp(term)
                 total = total + term
             grew = not float(term.norm()) <= 1.001 * float(u.norm())
@@ -139,18 +139,18 @@ class VRBO(AbstractAlgorithm):
                 InverseWarning,
                 stacklevel=2,
             )
-        return at.gradient(), in_v - stage.problem.v.flatten(at.cross(phi * total)), phi
+        return at.gradient(), in_v - loop.problem.v.flatten(at.cross(phi * total)), phi
 
-    def _outer(self, stage: Stage) -> tuple[Tensor, Tensor]:
+    def _outer(self, loop: Loop) -> tuple[Tensor, Tensor]:
         """grad_theta f and grad_v f, (D,) and (P,), as means over a large batch."""
-        v = stage.problem.v
+        v = loop.problem.v
         batches: list[Batch]
         if self.large == "all":
-            batches = [move(batch, stage.problem.theta.device) for batch in stage.outer.source]
+            batches = [move(batch, loop.problem.theta.device) for batch in loop.outer.source]
         else:
-            batches = [stage.outer.next() for _ in range(int(self.large))]
-        counts = sizes(batches, stage.outer.name)
-        found = [stage.point([None], batch).outer() for batch in batches]
+            batches = [loop.outer.next() for _ in range(int(self.large))]
+        counts = sizes(batches, loop.outer.name)
+        found = [loop.oracle([None], batch).outer() for batch in batches]
         shares = [count / sum(counts) for count in counts]
         in_theta = torch.stack([share * f.theta for share, f in zip(shares, found, strict=True)]).sum(0)
         in_v = torch.stack([share * v.flatten(f.v) for share, f in zip(shares, found, strict=True)]).sum(0)

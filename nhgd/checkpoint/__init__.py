@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from nhgd.checkpoint.files import check_writable, newest
-from nhgd.checkpoint.keeper import Keeper, Saved, as_path, refuse_kept
 from nhgd.checkpoint.lock import Lock
+from nhgd.checkpoint.writer import CheckpointWriter, Saved, as_path, refuse_kept
 from nhgd.errors import InputError
 
 
@@ -43,4 +43,4 @@ def claimed(path: str | Path, overwrite: bool, resume: bool = False) -> Lock:
     return lock
 
 
-__all__ = ["Keeper", "Saved", "claimed", "exists", "last_kept"]
+__all__ = ["CheckpointWriter", "Saved", "claimed", "exists", "last_kept"]

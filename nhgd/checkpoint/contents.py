@@ -10,38 +10,38 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nhgd.algorithm.stage import Mover, Stage
 from nhgd.checkpoint import schema
 from nhgd.checkpoint.tree import expected
 from nhgd.data.batch import fingerprint
 from nhgd.errors import InputError
+from nhgd.loop.loop import Loop, Mover
 from nhgd.problem import Bilevel
 from nhgd.variable import Variable
 
 
-def curvature(stage: Stage) -> Any:
+def curvature(loop: Loop) -> Any:
     """The state of the inverse with every record in it; None where there is no online inverse."""
-    return None if stage.inverse is None else stage.executor.keep()
+    return None if loop.inverse is None else loop.executor.keep()
 
 
-def of_stage(stage: Stage) -> dict[str, Any]:
-    """Everything that moves in a stage, as a tree; tensors are those of the run itself, not copies."""
+def of_loop(loop: Loop) -> dict[str, Any]:
+    """Everything that moves in a loop, as a tree; tensors are those of the run itself, not copies."""
     return {
-        "theta": _of_variable(stage.problem.theta),
-        "v": _of_variable(stage.problem.v),
-        "inner_optimiser": _of_optimiser(stage.theta.optimizer),
-        "outer_optimiser": _of_optimiser(stage.v.optimizer),
-        "curvature": curvature(stage),
-        "recorder": stage.recorder_memory(),
-        "clock": dict(vars(stage.clock)),
-        "calls": {f.name: getattr(stage.calls, f.name) for f in fields(stage.calls)},
-        "inner_data": stage.inner.position(),
-        "outer_data": stage.outer.position(),
+        "theta": _of_variable(loop.problem.theta),
+        "v": _of_variable(loop.problem.v),
+        "inner_optimiser": _of_optimiser(loop.theta.optimizer),
+        "outer_optimiser": _of_optimiser(loop.v.optimizer),
+        "curvature": curvature(loop),
+        "recorder": loop.recorder_memory(),
+        "clock": dict(vars(loop.clock)),
+        "calls": {f.name: getattr(loop.calls, f.name) for f in fields(loop.calls)},
+        "inner_data": loop.inner.position(),
+        "outer_data": loop.outer.position(),
     }
 
 
-def check_stage(stage: Stage, saved: Any, step: int) -> None:
-    """Refuse what does not belong to a stage like this one after so many steps, before anything of it is changed."""
+def check_loop(loop: Loop, saved: Any, step: int) -> None:
+    """Refuse what does not belong to a loop like this one after so many steps, before anything of it is changed."""
 
     def variable(given: Variable) -> schema.Check:
         leaves = dict(zip(given.names, given.leaves, strict=True))
@@ -54,11 +54,11 @@ def check_stage(stage: Stage, saved: Any, step: int) -> None:
         )
 
     schema.record(
-        theta=variable(stage.problem.theta),
-        v=variable(stage.problem.v),
-        inner_optimiser=_optimiser(stage.theta),
-        outer_optimiser=_optimiser(stage.v),
-        curvature=lambda value, where: schema.alike(value, curvature(stage), where),
+        theta=variable(loop.problem.theta),
+        v=variable(loop.problem.v),
+        inner_optimiser=_optimiser(loop.theta),
+        outer_optimiser=_optimiser(loop.v),
+        curvature=lambda value, where: schema.alike(value, curvature(loop), where),
         recorder=schema.optional(
             schema.record(
                 unaccounted=schema.listing(schema.text),
@@ -67,13 +67,13 @@ def check_stage(stage: Stage, saved: Any, step: int) -> None:
                 noisy=schema.flag,
             )
         ),
-        clock=schema.like(vars(stage.clock)),
-        calls=schema.like({f.name: getattr(stage.calls, f.name) for f in fields(stage.calls)}),
+        clock=schema.like(vars(loop.clock)),
+        calls=schema.like({f.name: getattr(loop.calls, f.name) for f in fields(loop.calls)}),
         inner_data=schema.position,
         outer_data=schema.position,
-    )(saved, "stage")
+    )(saved, "loop")
     if saved["clock"]["k"] != step:
-        raise schema.Misfit("stage/clock/k", f"the outer step, {step}")
+        raise schema.Misfit("loop/clock/k", f"the outer step, {step}")
 
 
 def _optimiser(mover: Mover) -> schema.Check:
@@ -124,24 +124,24 @@ def _like_setting(like: Any) -> schema.Check:
     return look
 
 
-def into_stage(stage: Stage, saved: dict[str, Any]) -> None:
-    """Bring a fresh stage to where the other stood, but for its streams."""
-    for role, variable in (("theta", stage.problem.theta), ("v", stage.problem.v)):
+def into_loop(loop: Loop, saved: dict[str, Any]) -> None:
+    """Bring a fresh loop to where the other stood, but for its streams."""
+    for role, variable in (("theta", loop.problem.theta), ("v", loop.problem.v)):
         _into_variable(variable, saved[role])
-    for mover, name in ((stage.theta, "inner_optimiser"), (stage.v, "outer_optimiser")):
+    for mover, name in ((loop.theta, "inner_optimiser"), (loop.v, "outer_optimiser")):
         _into_optimiser(mover, saved[name])
-    if stage.inverse is not None:
-        stage.executor.restore(saved["curvature"])
-        stage.recall(saved.get("recorder"))
+    if loop.inverse is not None:
+        loop.executor.restore(saved["curvature"])
+        loop.recall(saved.get("recorder"))
     for name, value in saved["clock"].items():
-        setattr(stage.clock, name, value)
+        setattr(loop.clock, name, value)
     for name, value in saved["calls"].items():
-        setattr(stage.calls, name, value)
+        setattr(loop.calls, name, value)
 
 
-def classes(stage: Stage, state: Any) -> dict[str, type]:
+def classes(loop: Loop, state: Any) -> dict[str, type]:
     """The classes that the states of this method and of its inverse may hold."""
-    return expected(state, curvature(stage))
+    return expected(state, curvature(loop))
 
 
 def portrait(problem: Bilevel) -> dict[str, Any]:
@@ -205,11 +205,11 @@ def _into_variable(variable: Variable, saved: dict[str, Any]) -> None:
         buffer.copy_(saved["buffers"][name])
 
 
-def optimisers(stage: Stage) -> dict[str, Any]:
+def optimisers(loop: Loop) -> dict[str, Any]:
     """The kinds and the settings of the two optimisers, as they are before the first step, without tensors."""
     return {
         level: {"kind": type(mover.optimizer).__name__, "groups": [_plain(g) for g in _groups(mover.optimizer)]}
-        for level, mover in (("inner", stage.theta), ("outer", stage.v))
+        for level, mover in (("inner", loop.theta), ("outer", loop.v))
     }
 
 

@@ -30,7 +30,7 @@ from nhgd.checkpoint.rows import Written
 from nhgd.errors import InputError, RunError
 
 FORMAT = "nhgd checkpoint"
-VERSION = 2
+VERSION = 3
 TENSORS, REST = "tensors.safetensors", "run.json"
 _NAME = re.compile(r"checkpoint-(\d{6,})")
 _DRAFT = ".draft-"

@@ -223,7 +223,7 @@ def check_document(contents: Any, tensors: Mapping[str, Tensor]) -> None:
         optimisers=record(inner=_OPTIMISER, outer=_OPTIMISER),
         settings=mapping(node),
         inverse=node,
-        stage=node,
+        loop=node,
         state=node,
         randomness=node,
         seconds=node,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from nhgd.cli.streams import prepare
+from nhgd.cli._streams import prepare
 
 
 def main() -> None:
     """What the console script calls. It works, and says what is missing, where the core alone is installed."""
     prepare()
     try:
-        from nhgd.cli.program import app
+        from nhgd.cli._program import app
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "click", "rich"):
             raise

@@ -19,10 +19,13 @@ import torch
 import typer
 
 from nhgd import task as tasks
+from nhgd._memory import synchronise
+from nhgd._plan import readable
+from nhgd._progress import bar
+from nhgd._solver import Solver
 from nhgd.algorithm import AbstractAlgorithm
-from nhgd.cli import bench_picture
-from nhgd.cli.launch import LAUNCHER, done, end_now, launch, started_by_someone, tie_to_launcher
-from nhgd.cli.options import (
+from nhgd.cli._launch import LAUNCHER, done, end_now, launch, started_by_someone, tie_to_launcher
+from nhgd.cli._options import (
     Changes,
     DataFolder,
     Device,
@@ -37,15 +40,12 @@ from nhgd.cli.options import (
     keep_to_threads,
     note_crowding,
 )
-from nhgd.cli.output import check_folder, console, folder, jsonable, number, print_json, table
+from nhgd.cli._output import check_folder, console, folder, jsonable, number, print_json, table
+from nhgd.cli._settings import check_early, for_execution, for_run, for_task, parse
 from nhgd.cli.run import named_method, printed_settings, refuse_idle
-from nhgd.cli.settings import check_early, for_execution, for_run, for_task, parse
 from nhgd.errors import InputError
 from nhgd.execution import EXECUTIONS, AbstractExecutor, Distributed, resolve
-from nhgd.memory import synchronise
-from nhgd.plan import readable
-from nhgd.progress import bar
-from nhgd.solve import Solver
+from nhgd.plot import executions
 from nhgd.task import Instance
 
 Trial: TypeAlias = dict[str, Any]  # what `measured` gives: one run of one execution
@@ -122,7 +122,7 @@ def bench(
         }
         if place is not None:
             kept = answer | {"trials": [_kept(name, trial) for name, some in trials.items() for trial in some]}
-            place.write("bench.png", lambda path: bench_picture.draw(path, answer))
+            place.write("bench.png", lambda path: executions.draw(path, answer))
             place.write_text("bench.json", json.dumps(jsonable(kept), indent=2, allow_nan=False) + "\n")
     if as_json:
         print_json(answer)

@@ -11,8 +11,9 @@ import typer
 
 import nhgd
 from nhgd import task as tasks
-from nhgd.check import EXACT_BELOW
-from nhgd.cli.options import (
+from nhgd._check import EXACT_BELOW
+from nhgd._progress import bar
+from nhgd.cli._options import (
     Changes,
     DataFolder,
     Device,
@@ -24,11 +25,10 @@ from nhgd.cli.options import (
     device_called,
     keep_to_threads,
 )
-from nhgd.cli.output import console, number, print_json, table
-from nhgd.cli.settings import for_inverses, for_task, parse
+from nhgd.cli._output import console, number, print_json, table
+from nhgd.cli._settings import for_inverses, for_task, parse
 from nhgd.errors import InputError
 from nhgd.inverse import INVERSES, resolve
-from nhgd.progress import bar
 
 
 def check(
@@ -73,13 +73,13 @@ def check(
         compared.pop("exact")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        lessons = list(islice(instance.inner_data, 10))
+        training_batches = list(islice(instance.inner_data, 10))
     report = nhgd.check(
         instance.problem,
         instance.full_inner,
         instance.full_outer,
         inverses=list(compared.values()),
-        learn_from=lessons,
+        learn_from=training_batches,
         seed=seed,
     )
     rows = [row | {"inverse": name} for row, name in zip(report.rows, compared, strict=True)]

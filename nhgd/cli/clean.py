@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from nhgd.cli.options import Device, Json, Seed, checked_seed, device_called
-from nhgd.cli.output import check_folder, console, folder, print_json, table
+from nhgd._path import check_name
+from nhgd.cli._options import Device, Json, Seed, checked_seed, device_called
+from nhgd.cli._output import check_folder, console, folder, print_json, table
 from nhgd.data.table import Features, Table, labels, read_table
 from nhgd.errors import InputError
-from nhgd.path import check_name
 
 ADDED = ("weight", "suspect", "suggested_label")
 
@@ -93,7 +93,7 @@ def clean(
 
 def _cleaner() -> Any:
     try:
-        from nhgd.estimators.cleaner import LabelCleaner
+        from nhgd.sklearn.cleaner import LabelCleaner
     except ModuleNotFoundError:
         raise InputError("Cleaning a table needs scikit-learn: pip install 'nhgd[cli]'.") from None
     return LabelCleaner

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from nhgd.cli.options import Json
-from nhgd.cli.output import console, folder, print_json
+from nhgd._progress import bar
+from nhgd.cli._options import Json
+from nhgd.cli._output import console, folder, print_json
 from nhgd.data.fetch import cache
 from nhgd.data.fetch import fetch as fetch_files
-from nhgd.progress import bar
 
 data = typer.Typer(help="Download image sets.", rich_markup_mode=None)
 

@@ -14,13 +14,13 @@ import torch
 import typer
 from torch import Tensor
 
-from nhgd.cli.demo_picture import draw
-from nhgd.cli.options import Json, Seed, checked_seed
-from nhgd.cli.output import check_folder, console, folder, jsonable, number, print_json, table
-from nhgd.solve import Solution
+from nhgd._solver import Solution
+from nhgd.cli._options import Json, Seed, checked_seed
+from nhgd.cli._output import check_folder, console, folder, jsonable, number, print_json, table
+from nhgd.plot.demo import Samples, draw
+from nhgd.task._labels import found
+from nhgd.task._softmax import Split, accuracy, fit, softmax_classifier
 from nhgd.task.cleaning import CLASSES, Cleaning, LabelSets
-from nhgd.task.labels import found
-from nhgd.task.softmax import Split, accuracy, fit, softmax_classifier
 
 TASK = Cleaning(
     dataset="digits",
@@ -70,7 +70,9 @@ def demo(
             for method, run in cleaned.items()
         ]
         assert place is not None
-        answer["picture"] = str(place.write("demo.png", lambda path: draw(path, answer, best, sets)))
+        images = sets.pixels.reshape(-1, sets.side, sets.side)
+        samples = Samples(images, sets.train.y, sets.true_labels, sets.wrong)
+        answer["picture"] = str(place.write("demo.png", lambda path: draw(path, answer, best, samples)))
         answer["seconds"] = time.perf_counter() - started
         answer["out"] = str(out)
         place.write_text("result.json", json.dumps(jsonable(answer), indent=2, allow_nan=False) + "\n")

@@ -15,11 +15,13 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from nhgd import task as tasks
+from nhgd._path import check_name
+from nhgd._solver import Solution, seconds
 from nhgd.algorithm import AbstractAlgorithm
 from nhgd.checkpoint import claimed, exists, last_kept
-from nhgd.cli import signals
-from nhgd.cli.launch import LAUNCHER, done, end_now, launch, started_by_someone, tie_to_launcher
-from nhgd.cli.options import (
+from nhgd.cli import _signals as signals
+from nhgd.cli._launch import LAUNCHER, done, end_now, launch, started_by_someone, tie_to_launcher
+from nhgd.cli._options import (
     Changes,
     DataFolder,
     Device,
@@ -34,16 +36,14 @@ from nhgd.cli.options import (
     keep_to_threads,
     note_crowding,
 )
-from nhgd.cli.output import Folder, check_folder, console, folder, jsonable, number, print_json, table
-from nhgd.cli.settings import check_early, for_execution, for_run, for_task, parse
+from nhgd.cli._output import Folder, check_folder, console, folder, jsonable, number, print_json, table
+from nhgd.cli._settings import check_early, for_execution, for_run, for_task, parse
 from nhgd.errors import InputError, RunError
 from nhgd.execution import Distributed
 from nhgd.execution import resolve as resolve_execution
-from nhgd.path import check_name
-from nhgd.solve import Solution, seconds
+from nhgd.reproduce.settings import EXPERIMENTS, TABLE, paper
 from nhgd.task import Instance
-from nhgd.task.paper import EXPERIMENTS, TABLE, paper
-from nhgd.task.setting import convert
+from nhgd.task._setting import convert
 
 Pictures: TypeAlias = Callable[[Path], list[Path]]
 FILES = ("result.json", "history.jsonl", "curve.png")
@@ -150,9 +150,9 @@ def run(
                 print(f"There is no checkpoint in {kept['checkpoint']} yet: the run begins anew.", file=sys.stderr)
             solver = instance.start(algorithm, seed, executor, resume=going_on, **settings, **kept)
             if not as_json:
-                note_crowding([execution], where, solver.stage.threads)
+                note_crowding([execution], where, solver.loop.threads)
             if going_on:
-                print(f"Going on from {kept['checkpoint']}, outer step {solver.stage.clock.k}.", file=sys.stderr)
+                print(f"Going on from {kept['checkpoint']}, outer step {solver.loop.clock.k}.", file=sys.stderr)
         except BaseException as error:
             executor.fail(error)  # nobody is to wait for us
             raise

@@ -15,8 +15,8 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nhgd._path import check_name, expanded
 from nhgd.errors import InputError, RunError, unknown
-from nhgd.path import check_name, expanded
 
 
 class Published(NamedTuple):

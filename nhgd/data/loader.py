@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from nhgd._randomness import generators, set_generators
+from nhgd._validation import validated
 from nhgd.data.batch import Batch, fingerprint, first_bad, move
 from nhgd.data.device import usable_device
 from nhgd.errors import InputError
-from nhgd.randomness import generators, set_generators
-from nhgd.validation import validated
 
 
 class Data:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from nhgd._path import check_file
 from nhgd.errors import InputError, unknown
-from nhgd.path import check_file
 
 MISSING = {"", "na", "n/a", "#n/a", "<na>", "nan", "-nan", "null", "none", "?"}
 LARGEST = 1e100  # squares of what lies beyond overflow

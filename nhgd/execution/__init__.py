@@ -5,15 +5,15 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from nhgd._registry import Registry
+from nhgd._validation import validated
 from nhgd.errors import InputError
 from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
 from nhgd.execution.device import Device
-from nhgd.execution.distributed import Distributed
+from nhgd.execution.distributed.executor import Distributed
 from nhgd.execution.inline import Inline
 from nhgd.execution.stream import Stream
 from nhgd.execution.thread import Thread
-from nhgd.registry import Registry
-from nhgd.validation import validated
 
 EXECUTIONS = Registry("execution", AbstractExecutor, list(vars().values()))
 

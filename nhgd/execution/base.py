@@ -10,12 +10,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from nhgd._registry import summary
+from nhgd._validation import validated
+from nhgd.data_parallel import AbstractTeam, Alone
 from nhgd.errors import InputError, NhgdError
 from nhgd.inverse.base import AbstractInverse
 from nhgd.record import InnerRecord
-from nhgd.registry import summary
-from nhgd.team import AbstractTeam, Alone
-from nhgd.validation import validated
 from nhgd.variable import Variable
 
 
@@ -85,7 +85,7 @@ class AbstractExecutor(ABC):
     """
 
     name: ClassVar[str]
-    beside: ClassVar[bool] = True  # whether curvature is kept beside the inner loop, so that there can be a lag
+    background: ClassVar[bool] = True  # whether curvature is kept beside the inner loop, so that there can be a lag
     gathers: ClassVar[bool] = False  # whether it also brings workers together, who share the inner loop of any method
     usual_lag: ClassVar[int] = 8
     team: AbstractTeam = Alone()  # the workers that share the inner batches
@@ -100,7 +100,7 @@ class AbstractExecutor(ABC):
     def __init__(self, max_lag: int | None = None, stale: bool = False) -> None:
         if max_lag is not None and (not isinstance(max_lag, int) or isinstance(max_lag, bool) or max_lag < 0):
             raise InputError(f"max_lag must be a whole number of at least 0, got {max_lag!r}.")
-        if not self.beside and (max_lag or stale):
+        if not self.background and (max_lag or stale):
             raise InputError(
                 f"{self.name} execution folds every record in at once, so it has no lag to bound. Leave max_lag and stale"
                 " away, or use execution='thread'."
@@ -132,7 +132,7 @@ class AbstractExecutor(ABC):
     def fail(self, error: BaseException) -> None:  # noqa: B027
         """The run has failed: the others are told why, so that nobody waits."""
 
-    def explained(self, error: NhgdError) -> NhgdError:
+    def root_cause(self, error: NhgdError) -> NhgdError:
         """The error, or the one behind it: of another process, or of curvature that is looked at late."""
         return error
 
@@ -189,11 +189,11 @@ class AbstractExecutor(ABC):
         state, lag = self.snapshot()
         return Curvature(self.solving, state, lag)
 
-    def hurry(self) -> bool:
+    def inner_loop_ended(self) -> bool:
         """The inner loop has ended, and what it handed over will soon be asked for; whether that will be waited for."""
         return False
 
-    def settle(self) -> None:  # noqa: B027
+    def raise_deferred(self) -> None:  # noqa: B027
         """Before v moves: raise what the curvature that was solved with had to be refused for, where that is known only now."""
 
     def measured(self) -> Traffic:

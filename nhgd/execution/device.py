@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import InputError
-from nhgd.execution.beside import AbstractBeside
-from nhgd.execution.elsewhere import learner, solve_there, standing_in
-from nhgd.execution.stopwatch import Stopwatch
+from nhgd.execution._background import AbstractBackground
+from nhgd.execution._remote import learner, solve_there, standing_in
+from nhgd.execution._stopwatch import Stopwatch
 from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.record import InnerRecord, mapped
 from nhgd.variable import Variable
 
 
 @final
-class Device(AbstractBeside):
+class Device(AbstractBackground):
     """On a second device: records go there one way, and at the end of the inner loop u goes and x comes back.
 
     The state never travels, and `bytes_sent` counts all that does: records, u, the ridge and x. Copies between two GPUs go directly where one can reach the other's memory and through pinned

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
+from nhgd.data_parallel import AbstractTeam, Team
+from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.base import AbstractExecutor, Traffic
-from nhgd.execution.stopwatch import Stopwatch
 from nhgd.inverse.base import AbstractInverse
 from nhgd.record import InnerRecord, joined, whole
-from nhgd.team import AbstractTeam, Team
 from nhgd.variable import Variable
 
 
@@ -22,7 +22,7 @@ class Inline(AbstractExecutor):
     """
 
     name: ClassVar[str] = "inline"
-    beside: ClassVar[bool] = False
+    background: ClassVar[bool] = False
 
     def __init__(self, max_lag: int | None = None, stale: bool = False, team: AbstractTeam | None = None) -> None:
         super().__init__(max_lag, stale)
@@ -50,7 +50,7 @@ class Inline(AbstractExecutor):
         with self._busy.running():
             if isinstance(self.team, Team):
                 record = joined(record, self.team)
-                record = record if self._inverse.sums else whole(record)
+                record = record if self._inverse.reduces else whole(record)
             self._state = self._inverse.observe(self._state, record)
         self.traffic.records += 1
 

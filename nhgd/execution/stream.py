@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import InputError
+from nhgd.execution._background import AbstractBackground, Launched
+from nhgd.execution._cuda_graph import GraphCache
+from nhgd.execution._remote import learner
+from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.base import Traffic
-from nhgd.execution.beside import AbstractBeside, Launched
-from nhgd.execution.elsewhere import learner
-from nhgd.execution.replay import Replay
-from nhgd.execution.stopwatch import Stopwatch
 from nhgd.inverse.base import AbstractInverse
 from nhgd.record import BatchGradient, InnerRecord, tensors
 from nhgd.variable import Variable
@@ -26,7 +26,7 @@ Gathered: TypeAlias = tuple[InnerRecord, list[Tensor], list[tuple[Tensor, int]]]
 
 
 @final
-class Stream(AbstractBeside):
+class Stream(AbstractBackground):
     """On a second stream of the same GPU: kernels of both run side by side where the GPU has room.
 
     A thread launches on the side stream, because some factorisations make their caller wait. The two streams wait for
@@ -69,7 +69,7 @@ class Stream(AbstractBeside):
             self._waiting = Stopwatch(theta.device)
             self._busy = Stopwatch(theta.device)
         if self._replayed is None or self._replayed[0] is not self._inverse or self._replayed[1] != theta.sizes:
-            self._replay, self._replayed, self._log = Replay(), (self._inverse, theta.sizes), None
+            self._replay, self._replayed, self._log = GraphCache(), (self._inverse, theta.sizes), None
         elif self._log is not None:
             self._place.zero_()
         self._side.wait_stream(torch.cuda.current_stream(theta.device))  # the first state is made on the inner stream
@@ -97,10 +97,10 @@ class Stream(AbstractBeside):
 
     def _folded(self, state: Any, record: InnerRecord) -> Any:
         kept: Any = learner(self._inverse)
-        steady = kept.steady(state, record)
-        if steady is None:
+        graphable = kept.graphable(state, record)
+        if graphable is None:
             return kept.observe(state, record)
-        return kept.observe(state, record, self._replay([steady], [record], _only, capture=False))
+        return kept.observe(state, record, self._replay([graphable], [record], _only, capture=False))
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -191,10 +191,10 @@ class Stream(AbstractBeside):
 
     def _prepare_graph(self, record: InnerRecord) -> None:
         kept: Any = learner(self._inverse)
-        steady = kept.steady(self._state, record)
-        if steady is not None:
+        graphable = kept.graphable(self._state, record)
+        if graphable is not None:
             with self._on_side():
-                self._replay.prepare(steady, record, _only)
+                self._replay.prepare(graphable, record, _only)
 
     def _direct(self, record: InnerRecord) -> bool:
         """Whether all of a record's work can be launched from here, before the results of the one before are known."""
@@ -204,8 +204,8 @@ class Stream(AbstractBeside):
         found = self._ahead_of.get(kind)
         if found is None:
             kept: Any = learner(self._inverse)
-            steady = kept.steady(self._state, record)
-            found = self._ahead_of[kind] = steady is not None and steady.ahead is not None
+            graphable = kept.graphable(self._state, record)
+            found = self._ahead_of[kind] = graphable is not None and graphable.speculative is not None
         # The gradient of a batch is in memory of its own, and all this is time of the inner loop.
         return found and (kind is BatchGradient or not any(map(self._moves, tensors(record))))
 
@@ -231,22 +231,22 @@ class Stream(AbstractBeside):
 
     def _launch_records(self, gathered: list[Gathered], side: torch.cuda.Stream) -> None:
         kept: Any = learner(self._inverse)
-        records, given, versions, steadies = [], [], [], []
+        records, given, versions, graphables = [], [], [], []
         state = self._state if self._ahead is None else self._ahead
         for record, some, pairs in gathered:
             records.append(record)
             given.append(some)
             versions += pairs
-            steadies.append(kept.steady(state, record))
-            state = steadies[-1].ahead
+            graphables.append(kept.graphable(state, record))
+            state = graphables[-1].speculative
         began = self._busy.begin(side)
-        self._replay(steadies, records, self._noted, given)
+        self._replay(graphables, records, self._noted, given)
         done = self._busy.end(began, side)
         place, self._next = self._next, (self._next + 1) % len(self._shown)
 
         def late(state: Any) -> Any:
-            for steady, row in zip(steadies, self._shown[place].tolist(), strict=False):
-                state = steady.late(state, row)
+            for graphable, row in zip(graphables, self._shown[place].tolist(), strict=False):
+                state = graphable.finalise(state, row)
             return state
 
         self._launched.append(Launched(done, versions, len(records), late))
@@ -278,10 +278,10 @@ class Stream(AbstractBeside):
             self._wait(lambda: not self._launched)
             self._ahead = None
 
-    def hurry(self) -> bool:
+    def inner_loop_ended(self) -> bool:
         """Launch what was gathered; the host does not wait for what was launched from here."""
         self._launch()
-        return super().hurry()
+        return super().inner_loop_ended()
 
     def drain(self) -> None:
         """Wait until every submitted record is folded in."""
@@ -289,9 +289,9 @@ class Stream(AbstractBeside):
         super().drain()
         self._ahead = None
 
-    def settle(self) -> None:
+    def raise_deferred(self) -> None:
         """Look at what the device has found by now; nothing is waited for."""
-        super().settle()
+        super().raise_deferred()
         if not self._launched and not self._gathered:
             self._ahead = None
 

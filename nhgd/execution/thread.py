@@ -7,13 +7,13 @@ from typing import ClassVar, final
 
 import torch
 
-from nhgd.execution.beside import AbstractBeside
-from nhgd.execution.stopwatch import Stopwatch
+from nhgd.execution._background import AbstractBackground
+from nhgd.execution._stopwatch import Stopwatch
 from nhgd.variable import Variable
 
 
 @final
-class Thread(AbstractBeside):
+class Thread(AbstractBackground):
     """In a second thread: the inner loop goes on while records are folded in.
 
     The arithmetic runs outside Python's lock, so it truly overlaps where there are cores for both. Nothing is copied. The

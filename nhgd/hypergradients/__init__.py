@@ -6,8 +6,11 @@ from collections.abc import Iterable
 
 import torch
 
-from nhgd import threads
-from nhgd.autocast import set_aside
+from nhgd import _threads as threads
+from nhgd._autocast import set_aside
+from nhgd._cost import largest
+from nhgd._registry import Registry
+from nhgd._validation import validated_but
 from nhgd.data.batch import Batch, common_length, move
 from nhgd.data.loader import one_batch, reiterable
 from nhgd.errors import InputError, NonFiniteError, check_seed
@@ -16,10 +19,7 @@ from nhgd.hypergradients.implicit import Implicit, implicit
 from nhgd.hypergradients.unrolled import Unrolled
 from nhgd.inverse import AbstractInverse
 from nhgd.inverse import resolve as resolve_inverse
-from nhgd.inverse.work import largest
 from nhgd.problem import Bilevel
-from nhgd.registry import Registry
-from nhgd.validation import validated_but
 
 ESTIMATORS = Registry("estimator", AbstractHypergradient, list(vars().values()))
 

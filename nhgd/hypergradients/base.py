@@ -9,12 +9,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from nhgd._registry import summary
+from nhgd._validation import Validated
 from nhgd.data.batch import Batch
 from nhgd.inverse.base import AbstractInverse, SolveStats
-from nhgd.point import OracleCalls
+from nhgd.oracle import OracleCalls
 from nhgd.problem import Bilevel
-from nhgd.registry import summary
-from nhgd.validation import Validated
 from nhgd.variable import Like
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from nhgd.data.batch import Batch
 from nhgd.errors import InverseWarning, percent
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
+from nhgd.inverse._learned.learning import learn
 from nhgd.inverse.base import POOR, AbstractInverse, SolveStats
-from nhgd.inverse.learning import learn
-from nhgd.point import OracleCalls, OuterGradient, Point
+from nhgd.oracle import Oracle, OracleCalls, OuterGradient
 from nhgd.problem import Bilevel
 
 VANISHED = 1e-10  # of the squared outer gradient: what the samples' squared gradients are nothing beside it
@@ -51,7 +51,7 @@ class Complaints:
 
 
 def implicit(
-    at: Point,
+    at: Oracle,
     inverse: AbstractInverse,
     state: Any,
     start: Tensor | None = None,
@@ -82,7 +82,7 @@ def implicit(
     return Hypergradient(at.problem.v.like(leaves), float(outer.value), stats, leaves, x)
 
 
-def measured(at: Point, inverse: AbstractInverse, found: Hypergradient) -> Hypergradient:
+def measured(at: Oracle, inverse: AbstractInverse, found: Hypergradient) -> Hypergradient:
     """The same with its residual, by one extra product where the inverse does not know it; the product is none of its own.
 
     A method that does not know its residual promises none, so it is warned of one only where it learnt next to nothing.
@@ -98,7 +98,7 @@ def measured(at: Point, inverse: AbstractInverse, found: Hypergradient) -> Hyper
     return replace(found, stats=stats)
 
 
-def _with_residual(at: Point, stats: SolveStats, u: Tensor, x: Tensor) -> SolveStats:
+def _with_residual(at: Oracle, stats: SolveStats, u: Tensor, x: Tensor) -> SolveStats:
     residual = float((at.hvp(x) - u).norm() / u.norm().clamp_min(torch.finfo(u.dtype).tiny))
     return replace(stats, residual=residual, converged=stats.converged and residual <= POOR)
 
@@ -148,7 +148,7 @@ def _trouble(inverse: AbstractInverse, stats: SolveStats, u: Tensor) -> str | No
             " Add l2, set damping, use fisher='exact', or refine it by Hessian products."
         )
     if residual is not None and residual > POOR and stats.hvps:
-        more = "" if inverse.counts is None else f" Give it more {inverse.counts};"
+        more = "" if inverse.steps_field is None else f" Give it more {inverse.steps_field};"
         other = "" if inverse.name == "refined" else "a preconditioner (refined), "
         return (
             f"{inverse.name} ended with a relative residual of {residual:.2g}: its x does not solve H x = u.{more or ' Then'} use"
@@ -197,6 +197,6 @@ class Implicit(AbstractHypergradient):
         """Learn the inverse from the batches if it learns, then apply the formula."""
         calls = OracleCalls() if calls is None else calls
         state = learn(inverse, problem, inner_batches, seed, calls)
-        at = Point(problem, inner_batches, outer_batch, seed, calls)
+        at = Oracle(problem, inner_batches, outer_batch, seed, calls)
         found = implicit(at, inverse, state)
         return measured(at, inverse, found) if self.measure else found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nhgd._registry import Registry
 from nhgd.errors import InputError
 from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.inverse.broyden import Broyden
@@ -21,9 +22,8 @@ from nhgd.inverse.identity import Identity
 from nhgd.inverse.kfac import KFAC
 from nhgd.inverse.neumann import Neumann
 from nhgd.inverse.nystrom import Nystrom
-from nhgd.inverse.refinement import Matrix, Refined
+from nhgd.inverse.refined import Matrix, Refined
 from nhgd.inverse.sgd import QuadraticSGD
-from nhgd.registry import Registry
 
 INVERSES = Registry("inverse", AbstractInverse, list(vars().values()))
 
@@ -54,9 +54,9 @@ def resolve(inverse: str | AbstractInverse) -> AbstractInverse:
     cls = INVERSES[name]
     assert issubclass(cls, AbstractInverse)
     if number:
-        if cls.counts is None:
+        if cls.steps_field is None:
             raise InputError(f"{name} takes no number of steps, so {inverse!r} means nothing. Use {name!r}.")
-        settings[cls.counts] = int(number)
+        settings[cls.steps_field] = int(number)
     with INVERSES.making(name):
         return cls(**settings)
 

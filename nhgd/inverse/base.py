@@ -9,11 +9,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from nhgd._registry import summary
+from nhgd._validation import Validated
 from nhgd.errors import InputError
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.record import FisherKind, InnerRecord, RecordKind
-from nhgd.registry import summary
-from nhgd.validation import Validated
 from nhgd.variable import Variable
 
 POOR = 0.1  # a relative residual above it is said aloud
@@ -42,22 +42,22 @@ class SolveStats:
     trouble: str | None = None
 
 
-class Steady(NamedTuple):
+class Graphable(NamedTuple):
     """Work on a record that is the same again and again.
 
     Attributes:
         key: what it depends on beside the record's shapes.
         work: what is done with the record; its result is what `observe(state, record, ready)` takes beside the record.
-        ahead: where the work is all that is done with tensors and its result is one tensor of a few numbers to look at: the
+        speculative: where the work is all that is done with tensors and its result is one tensor of a few numbers to look at: the
             state to launch the next record's work from, and to solve with, before these numbers are known. None: there is no
             going on before. Which of the two it is must depend on the type of the record alone.
-        late: with `ahead`: (state, numbers) -> the state after the record.
+        finalise: with `ahead`: (state, numbers) -> the state after the record.
     """
 
     key: Hashable
     work: Callable[[InnerRecord], Any]
-    ahead: Any = None
-    late: Callable[[Any, list[float]], Any] | None = None
+    speculative: Any = None
+    finalise: Callable[[Any, list[float]], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class AbstractInverse(Validated, ABC):
     """
 
     name: ClassVar[str]
-    counts: ClassVar[str | None] = None  # the field that NAME-NUMBER sets, as in cg-40
+    steps_field: ClassVar[str | None] = None  # the field that NAME-NUMBER sets, as in cg-40
 
     @property
     def label(self) -> str:
@@ -82,7 +82,7 @@ class AbstractInverse(Validated, ABC):
         return None
 
     @property
-    def sums(self) -> bool:
+    def reduces(self) -> bool:
         """Whether `observe` takes the record of a worker's part of a batch and sums over its team.
 
         Otherwise the records of all workers are gathered first, and it is handed that of the whole batch.
@@ -107,7 +107,7 @@ class AbstractInverse(Validated, ABC):
         """The state at the start of an outer step's inner loop; called once for each, before its first `observe`."""
         return state
 
-    def wants(self, step: int) -> bool:
+    def needs_record(self, step: int) -> bool:
         """Whether the record of this inner step is to be made at all; steps count from 0 over the whole run."""
         return True
 
@@ -115,7 +115,7 @@ class AbstractInverse(Validated, ABC):
         """The state after an inner step. The one given may be changed in place: keep a copy of it by `state.clone()`."""
         return state
 
-    def steady(self, state: Any, record: InnerRecord) -> Steady | None:
+    def graphable(self, state: Any, record: InnerRecord) -> Graphable | None:
         """The part of `observe` that is work on tensors of fixed shapes at fixed places, if there is one.
 
         An executor may capture it as a CUDA graph.
@@ -123,10 +123,10 @@ class AbstractInverse(Validated, ABC):
         return None
 
     @abstractmethod
-    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """x close to H^{-1} u, (D,), at a point. `start` is a first guess, which iterative methods use."""
 
-    def operator(self, state: Any, at: Point) -> Callable[[Tensor], Tensor]:
+    def operator(self, state: Any, at: Oracle) -> Callable[[Tensor], Tensor]:
         """u -> x for many right-hand sides at one point; an inverse that factorises does so once, here."""
         return lambda u: self.solve(state, u, at)[0]
 
@@ -146,7 +146,7 @@ class AbstractInverse(Validated, ABC):
         """How many Hessian products a solve takes at most; None when it depends on D."""
         return 0
 
-    def cautions(self, theta: Variable) -> list[str]:
+    def warnings_for(self, theta: Variable) -> list[str]:
         """What someone planning to use this inverse on theta should know, in a few words each."""
         return []
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import NonFiniteError, counted, not_negative
+from nhgd.inverse._krylov.curvature import Curvature
+from nhgd.inverse._krylov.least_residual import GAIN
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
-from nhgd.inverse.curvature import Curvature
-from nhgd.inverse.least_residual import GAIN
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.variable import Variable
 
 
@@ -51,7 +51,7 @@ class Broyden(AbstractInverse):
     """
 
     name: ClassVar[str] = "broyden"
-    counts: ClassVar[str | None] = "steps"
+    steps_field: ClassVar[str | None] = "steps"
     steps: int = 30
     pairs: int = 30
     tol: float = 1e-8
@@ -63,7 +63,7 @@ class Broyden(AbstractInverse):
         counted("Broyden", steps=self.steps, pairs=self.pairs)
         not_negative("Broyden", tol=self.tol, damping=self.damping)
 
-    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` where it is better than zero, or from the normalised u."""
         before = at.calls.hvps
         size = float(u.norm())
@@ -110,7 +110,7 @@ class Broyden(AbstractInverse):
         notes = {"iterations": taken, "last": length / size, "negative_curvature": seen.negative}
         return best, SolveStats(least / size, at.calls.hvps - before, least <= self.tol * size, notes)
 
-    def _first(self, at: Point, u: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _first(self, at: Oracle, u: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """The first x and H x."""
         if start is not None:
             y = self._product(at, start)
@@ -123,7 +123,7 @@ class Broyden(AbstractInverse):
             x, y = alpha * x, alpha * y
         return x, y
 
-    def _product(self, at: Point, x: Tensor) -> Tensor:
+    def _product(self, at: Oracle, x: Tensor) -> Tensor:
         found = at.hvp(x)
         return found.add_(x, alpha=self.damping) if self.damping else found
 

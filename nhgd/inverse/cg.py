@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import counted, not_negative
+from nhgd.inverse._krylov.beginning import begin
+from nhgd.inverse._krylov.curvature import Curvature
+from nhgd.inverse._krylov.least_residual import LeastResidual
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
-from nhgd.inverse.beginning import begin
-from nhgd.inverse.curvature import Curvature
-from nhgd.inverse.least_residual import LeastResidual
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.variable import Variable
 
 
@@ -46,7 +46,7 @@ class CG(AbstractInverse):
     """
 
     name: ClassVar[str] = "cg"
-    counts: ClassVar[str | None] = "steps"
+    steps_field: ClassVar[str | None] = "steps"
     steps: int = 40
     tol: float = 1e-8
     damping: float = 0.0
@@ -55,7 +55,7 @@ class CG(AbstractInverse):
         counted("CG", steps=self.steps)
         not_negative("CG", tol=self.tol, damping=self.damping)
 
-    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` where it is better than zero, or from zero."""
         before = at.calls.hvps
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
@@ -90,7 +90,7 @@ class CG(AbstractInverse):
         notes = {"iterations": taken, **seen.notes(found, length, size)}
         return found, SolveStats(residual, at.calls.hvps - before, residual <= tol, notes)
 
-    def _product(self, at: Point, x: Tensor) -> Tensor:
+    def _product(self, at: Oracle, x: Tensor) -> Tensor:
         found = at.hvp(x)
         return found.add_(x, alpha=self.damping) if self.damping else found
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import InputError
-from nhgd.inverse.kronecker import AbstractKronecker, Basis, KroneckerState
-from nhgd.inverse.statistics import merge, second_moments
+from nhgd.inverse._learned.kronecker import AbstractKronecker, Basis, KroneckerState
+from nhgd.inverse._learned.statistics import merge, second_moments
 from nhgd.record import LayerStatistics, mean_over_team
 from nhgd.variable import Variable
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nhgd.errors import InputError, NonFiniteError, counted, not_negative
 from nhgd.inverse.base import AbstractInverse, SolveStats
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.variable import Variable
 
 
@@ -45,7 +45,7 @@ class Exact(AbstractInverse):
         not_negative("Exact", damping=self.damping)
         counted("Exact", max_dim=self.max_dim)
 
-    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Form H and solve."""
         before = at.calls.hvps
         found = self._factorised(at)
@@ -55,12 +55,12 @@ class Exact(AbstractInverse):
             notes |= {"outside": outside, "null": found.null, "cut": found.cut(u)}
         return x, SolveStats(residual, at.calls.hvps - before, residual < 1e-6, notes)
 
-    def operator(self, state: Any, at: Point) -> Callable[[Tensor], Tensor]:
+    def operator(self, state: Any, at: Oracle) -> Callable[[Tensor], Tensor]:
         """H is formed and factorised once."""
         found = self._factorised(at)
         return lambda u: found.solve(u)[0]
 
-    def _factorised(self, at: Point) -> Factorised:
+    def _factorised(self, at: Oracle) -> Factorised:
         if at.numel > self.max_dim:
             raise InputError(
                 f"Exact would form a {at.numel} x {at.numel} matrix by {at.numel} Hessian products. Use cg, or raise"
@@ -80,7 +80,7 @@ class Exact(AbstractInverse):
         return None
 
 
-def dense(at: Point, tick: Callable[[float], None] = lambda done: None, chunk: int = 8) -> Tensor:
+def dense(at: Oracle, tick: Callable[[float], None] = lambda done: None, chunk: int = 8) -> Tensor:
     """The inner Hessian as an array (D, D) in float64: D products, some of them in one vectorised pass.
 
     It is symmetric but for the rounding errors of its products.

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import InputError, NonFiniteError, not_negative, positive, unknown
-from nhgd.inverse.base import AbstractInverse, SolveStats, Steady
-from nhgd.inverse.damping import refuse_singular, resolve_damping
-from nhgd.inverse.state import State
-from nhgd.point import Point
+from nhgd.inverse._learned.damping import refuse_singular, resolve_damping
+from nhgd.inverse._learned.state import State
+from nhgd.inverse.base import AbstractInverse, Graphable, SolveStats
+from nhgd.oracle import Oracle
 from nhgd.record import (
     BatchGradient,
     FisherKind,
@@ -177,7 +177,7 @@ class FisherDense(AbstractInverse):
         begun = (0.0, 0.0) if self.form == "matrix" else (float(self.t0), self.prior)
         return DenseState(matrix, *begun, observed=state.observed, restarts=state.restarts)
 
-    def steady(self, state: DenseState, record: InnerRecord) -> Steady | None:
+    def graphable(self, state: DenseState, record: InnerRecord) -> Graphable | None:
         """The rank-one update, which works on A where it is, by a gain that is often the same."""
         if self.form != "inverse" or not isinstance(record, BatchGradient):
             return None
@@ -190,9 +190,9 @@ class FisherDense(AbstractInverse):
         if (
             self.guard != "stop"
         ):  # a restart is another array and another gain, so the next record must wait for the guard
-            return Steady(key, work)
+            return Graphable(key, work)
         ahead = DenseState(matrix, state.count + 1, state.curvature, state.observed + 1, state.restarts)
-        return Steady(key, work, ahead, self._judged)
+        return Graphable(key, work, ahead, self._judged)
 
     @torch.no_grad()
     def observe(self, state: DenseState, record: InnerRecord, ready: Tensor | None = None) -> DenseState:
@@ -265,7 +265,7 @@ class FisherDense(AbstractInverse):
         )
 
     @property
-    def sums(self) -> bool:
+    def reduces(self) -> bool:
         """The matrix is a sum over samples; for the inverse, rows are gathered here."""
         return True
 
@@ -345,16 +345,16 @@ class FisherDense(AbstractInverse):
             f" mean curvature (limit {limit:.2g}), so rounding spoils the others"
         )
 
-    def solve(self, state: DenseState, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, state: DenseState, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """One Cholesky factorisation, or one product with A."""
         apply, notes = self._factorised(state, at)
         return apply(u), SolveStats(residual=None, hvps=0, converged=True, notes=notes)
 
-    def operator(self, state: DenseState, at: Point) -> Callable[[Tensor], Tensor]:
+    def operator(self, state: DenseState, at: Oracle) -> Callable[[Tensor], Tensor]:
         """One factorisation for many right-hand sides."""
         return self._factorised(state, at)[0]
 
-    def _factorised(self, state: DenseState, at: Point) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+    def _factorised(self, state: DenseState, at: Oracle) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
         """u -> x, and the notes of the solve."""
         matrix = state.matrix
         notes: dict[str, Any] = {"observed": state.observed}
@@ -392,7 +392,7 @@ class FisherDense(AbstractInverse):
         """The array, and its copy when A is made symmetric, or the shifted array and its factor."""
         return theta.numel**2 * self.dtype.itemsize * (2 if self.form == "inverse" else 3)
 
-    def cautions(self, theta: Variable) -> list[str]:
+    def warnings_for(self, theta: Variable) -> list[str]:
         """That the inverse form cannot hold the ridge."""
         return ["the ridge is in the prior alone, which decays"] if self.form == "inverse" else []
 

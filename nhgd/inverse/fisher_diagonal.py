@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import InputError, counted, positive
+from nhgd.inverse._learned.damping import resolve_damping
+from nhgd.inverse._learned.state import State
+from nhgd.inverse._learned.statistics import check_invertible, check_statistics, second_moments, step_of_mean
 from nhgd.inverse.base import AbstractInverse, SolveStats
-from nhgd.inverse.damping import resolve_damping
-from nhgd.inverse.state import State
-from nhgd.inverse.statistics import check_invertible, check_statistics, second_moments, step_of_mean
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.record import FisherKind, InnerRecord, LayerStatistics, RecordKind, mean_over_team, observed_samples
 from nhgd.variable import Variable
 
@@ -75,7 +75,7 @@ class FisherDiagonal(AbstractInverse):
         if self.overhead is not None:
             positive("FisherDiagonal", overhead=self.overhead)
 
-    def wants(self, step: int) -> bool:
+    def needs_record(self, step: int) -> bool:
         """Every `factor_every`-th step."""
         return step % self.factor_every == 0
 
@@ -94,7 +94,7 @@ class FisherDiagonal(AbstractInverse):
         return "layer"
 
     @property
-    def sums(self) -> bool:
+    def reduces(self) -> bool:
         """The diagonal is a sum over samples."""
         return True
 
@@ -140,7 +140,7 @@ class FisherDiagonal(AbstractInverse):
         return FisherDiagonalState(state.diagonal.lerp(batch, rate), state.starts, state.sizes, mass)
 
     @torch.no_grad()
-    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """One division."""
         if state.mass == 0:
             raise InputError(

@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nhgd.accounting import held
+from nhgd._recording.accounting import held
+from nhgd.data_parallel import Team
 from nhgd.errors import InputError, NonFiniteError, not_negative, positive, unknown
+from nhgd.inverse._learned.damping import refuse_singular, resolve_damping
+from nhgd.inverse._learned.gram import PIECE, AbstractBlock, Factors, Rows
+from nhgd.inverse._learned.state import State
 from nhgd.inverse.base import AbstractInverse, SolveStats
-from nhgd.inverse.damping import refuse_singular, resolve_damping
-from nhgd.inverse.gram import PIECE, AbstractBlock, Factors, Rows
-from nhgd.inverse.state import State
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.record import BatchGradient, FisherKind, InnerRecord, LayerStatistics, PerSampleGradients
-from nhgd.team import Team
 from nhgd.variable import Variable
 
 MANY_ROWS = 20_000
@@ -66,7 +66,7 @@ class WindowState(State):
 
 
 @dataclass(frozen=True)
-class _News:
+class _NewRows:
     """What one record adds to the ring: (B, K, d) by start, (B, T, G, in) and (B, K, T, G, out) by weight."""
 
     samples: int
@@ -234,17 +234,17 @@ class FisherWindow(AbstractInverse):
                 nothing = state.gram.new_empty(0, roots, filled, roots)  # fewer new samples than workers
                 yield run, team.gather([torch.cat([nothing, *made])], parts)[0]
 
-    def _news(self, state: WindowState, record: InnerRecord) -> _News:
+    def _news(self, state: WindowState, record: InnerRecord) -> _NewRows:
         if self.records == "layer" and isinstance(record, LayerStatistics):
             return _layer_news(state, record)
         if self.records == "sample" and isinstance(record, PerSampleGradients):
             rows = _by_sample(record.rows, record.samples)
-            return _News(rows.shape[0], rows.shape[1], {"0": rows})
+            return _NewRows(rows.shape[0], rows.shape[1], {"0": rows})
         if self.records == "batch" and isinstance(record, BatchGradient) and record.row is not None:
-            return _News(1, 1, {"0": record.row[None, None]})
+            return _NewRows(1, 1, {"0": record.row[None, None]})
         raise InputError(f"FisherWindow(records='{self.records}') was handed a {type(record).__name__}.")
 
-    def _allocate(self, state: WindowState, news: _News) -> WindowState:
+    def _allocate(self, state: WindowState, news: _NewRows) -> WindowState:
         device = next(iter((news.rows or news.inputs).values())).device
         rows = self.window * news.roots
 
@@ -276,16 +276,18 @@ class FisherWindow(AbstractInverse):
             weights = weights / weights.sum()
         return weights.repeat_interleave(len(state.gram) // self.window)
 
-    def solve(self, state: WindowState, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(
+        self, state: WindowState, u: Tensor, at: Oracle, start: Tensor | None = None
+    ) -> tuple[Tensor, SolveStats]:
         """One Cholesky factorisation of a matrix with a row for each row of the window."""
         apply, notes = self._factorised(state, at)
         return apply(u), SolveStats(residual=None, hvps=0, converged=True, notes=notes)
 
-    def operator(self, state: WindowState, at: Point) -> Callable[[Tensor], Tensor]:
+    def operator(self, state: WindowState, at: Oracle) -> Callable[[Tensor], Tensor]:
         """One factorisation for many right-hand sides."""
         return self._factorised(state, at)[0]
 
-    def _factorised(self, state: WindowState, at: Point) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+    def _factorised(self, state: WindowState, at: Oracle) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
         """u -> x, and the notes of the solve."""
         device = at.problem.theta.device if state.gram is None else state.gram.device
         ridge = at.problem.ridge_diagonal().to(device, torch.float64)
@@ -360,7 +362,7 @@ class FisherWindow(AbstractInverse):
         layers = _linear(theta)
         return layers[-1].out_features if layers and self.fisher == "exact" else 1
 
-    def cautions(self, theta: Variable) -> list[str]:
+    def warnings_for(self, theta: Variable) -> list[str]:
         """Whether the window is too large to be used without asking."""
         rows = self.window * self._roots(theta)
         if rows <= MANY_ROWS or self.allow_large:
@@ -382,7 +384,7 @@ def _by_sample(rows: Tensor, samples: int) -> Tensor:
     return rows.reshape(-1, samples, rows.shape[1]).transpose(0, 1)
 
 
-def _layer_news(state: WindowState, record: LayerStatistics) -> _News:
+def _layer_news(state: WindowState, record: LayerStatistics) -> _NewRows:
     plain: list[tuple[int, Tensor]] = []
     inputs: dict[str, Tensor] = {}
     scores: dict[str, Tensor] = {}
@@ -405,7 +407,7 @@ def _layer_news(state: WindowState, record: LayerStatistics) -> _News:
         parts = record.other_rows.split([state.sizes[name] for name in record.other_names], dim=1)
         for name, rows in zip(record.other_names, parts, strict=True):
             plain.append((state.starts[name], _by_sample(rows, record.samples)))
-    return _News(record.samples, roots, _joined(plain), inputs, scores, biases)
+    return _NewRows(record.samples, roots, _joined(plain), inputs, scores, biases)
 
 
 def _joined(plain: list[tuple[int, Tensor]]) -> dict[str, Tensor]:
@@ -421,7 +423,7 @@ def _joined(plain: list[tuple[int, Tensor]]) -> dict[str, Tensor]:
     return {str(start): torch.cat(rows, dim=2) if len(rows) > 1 else rows[0] for start, rows in runs}
 
 
-def _pairs(state: WindowState, news: _News) -> Iterator[tuple[Tensor, Tensor]]:
+def _pairs(state: WindowState, news: _NewRows) -> Iterator[tuple[Tensor, Tensor]]:
     """Each array of the ring with what is new for it, as many places long."""
     for name, tensor in news.rows.items():
         yield state.rows[name], tensor
@@ -431,7 +433,7 @@ def _pairs(state: WindowState, news: _News) -> Iterator[tuple[Tensor, Tensor]]:
         yield state.scores[name], _lengthened(news.scores[name], places, dim=2)
 
 
-def _fit(state: WindowState, news: _News) -> None:
+def _fit(state: WindowState, news: _NewRows) -> None:
     """Make room for longer sequences, and refuse a record that has other parts than the ring."""
     same = state.rows.keys() == news.rows.keys() and state.inputs.keys() == news.inputs.keys()
     same = same and all(stored.shape[1:] == news.rows[name].shape[1:] for name, stored in state.rows.items())

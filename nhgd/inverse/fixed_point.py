@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import counted, not_negative, positive
+from nhgd.inverse._krylov.beginning import begin
+from nhgd.inverse._krylov.spectrum import largest_eigenvalue
 from nhgd.inverse.base import POOR, AbstractInverse, SolveStats, vector_bytes
-from nhgd.inverse.beginning import begin
-from nhgd.inverse.spectrum import largest_eigenvalue
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.variable import Variable
 
 
@@ -41,7 +41,7 @@ class FixedPoint(AbstractInverse):
     """
 
     name: ClassVar[str] = "fixed_point"
-    counts: ClassVar[str | None] = "steps"
+    steps_field: ClassVar[str | None] = "steps"
     steps: int = 40
     lr: float | None = None
     tol: float = 1e-8
@@ -54,7 +54,7 @@ class FixedPoint(AbstractInverse):
         if self.lr is not None:
             positive("FixedPoint", lr=self.lr)
 
-    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` where it is better than zero, or from zero."""
         before = at.calls.hvps
         lr = self.lr
@@ -81,7 +81,7 @@ class FixedPoint(AbstractInverse):
         }
         return x, SolveStats(residual, at.calls.hvps - before, residual <= self.tol, notes)
 
-    def _residual(self, at: Point, u: Tensor, x: Tensor) -> Tensor:
+    def _residual(self, at: Oracle, u: Tensor, x: Tensor) -> Tensor:
         return u - at.hvp(x) - self.damping * x
 
     def memory(self, theta: Variable) -> int:

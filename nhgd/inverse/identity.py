@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nhgd.errors import positive
 from nhgd.inverse.base import AbstractInverse, SolveStats
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.variable import Variable
 
 
@@ -37,7 +37,7 @@ class Identity(AbstractInverse):
     def __post_init__(self) -> None:
         positive("Identity", scale=self.scale)
 
-    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Scale u."""
         return self.scale * u, SolveStats(residual=None, hvps=0, converged=True)
 

@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Literal, final, get_args
 import torch
 from torch import Tensor
 
+from nhgd.data_parallel import Team
 from nhgd.errors import InputError, unknown
-from nhgd.inverse.kronecker import AbstractKronecker, Basis, KroneckerState, Solver
-from nhgd.inverse.statistics import check_invertible
-from nhgd.point import Point
+from nhgd.inverse._learned.kronecker import AbstractKronecker, Basis, KroneckerState, Solver
+from nhgd.inverse._learned.statistics import check_invertible
+from nhgd.oracle import Oracle
 from nhgd.record import LayerStatistics
-from nhgd.team import Team
 
 KFACSolver = Literal["eigen", "cholesky"]
 
@@ -98,7 +98,7 @@ class KFAC(AbstractKronecker):
     def _bases(self, state: KroneckerState, team: Team | None) -> dict[str, dict[str, Tensor]]:
         return {layer: basis._asdict() for layer, basis in self.decompositions(state, state.inputs, team).items()}
 
-    def _prepared(self, state: Any, at: Point) -> tuple[Solver, dict[str, Any]]:
+    def _prepared(self, state: Any, at: Oracle) -> tuple[Solver, dict[str, Any]]:
         if at.team is None or self.invert_every is not None or self.solver != "eigen":
             return super()._prepared(state, at)
         kept = replace(state, bases=self._bases(state, at.team))

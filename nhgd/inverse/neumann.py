@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import counted, not_negative, positive
+from nhgd.inverse._krylov.curvature import Curvature
+from nhgd.inverse._krylov.spectrum import largest_eigenvalue
 from nhgd.inverse.base import POOR, AbstractInverse, SolveStats, vector_bytes
-from nhgd.inverse.curvature import Curvature
-from nhgd.inverse.spectrum import largest_eigenvalue
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.variable import Variable
 
 
@@ -43,7 +43,7 @@ class Neumann(AbstractInverse):
     """
 
     name: ClassVar[str] = "neumann"
-    counts: ClassVar[str | None] = "terms"
+    steps_field: ClassVar[str | None] = "terms"
     terms: int = 40
     phi: float | None = None
     power_steps: int = 10
@@ -56,7 +56,7 @@ class Neumann(AbstractInverse):
         if self.phi is not None:
             positive("Neumann", phi=self.phi)
 
-    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Sum the series."""
         before = at.calls.hvps
         phi = self.phi
@@ -74,7 +74,7 @@ class Neumann(AbstractInverse):
         converged = residual <= (self.tol or POOR) and not grew
         return x, SolveStats(residual, at.calls.hvps - before, converged, notes)
 
-    def _sum(self, u: Tensor, at: Point, phi: float, seen: Curvature) -> tuple[Tensor, float, bool]:
+    def _sum(self, u: Tensor, at: Oracle, phi: float, seen: Curvature) -> tuple[Tensor, float, bool]:
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
         term = u.clone()
         x = term.clone()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import NonFiniteError, counted, not_negative
+from nhgd.inverse._learned.damping import SHARE
 from nhgd.inverse.base import POOR, AbstractInverse, SolveStats, vector_bytes
-from nhgd.inverse.damping import SHARE
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.variable import Variable
 
 
@@ -45,7 +45,7 @@ class Nystrom(AbstractInverse):
     """
 
     name: ClassVar[str] = "nystrom"
-    counts: ClassVar[str | None] = "rank"
+    steps_field: ClassVar[str | None] = "rank"
     rank: int = 20
     rho: float | None = None
     chunk: int = 8
@@ -55,7 +55,7 @@ class Nystrom(AbstractInverse):
         if self.rho is not None:
             not_negative("Nystrom", rho=self.rho)
 
-    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Draw the columns and apply the inverse."""
         before = at.calls.hvps
         approximation = self._approximate(at, u)
@@ -74,11 +74,11 @@ class Nystrom(AbstractInverse):
         converged = residual <= POOR and not approximation.indefinite
         return x, SolveStats(residual, at.calls.hvps - before, converged, notes)
 
-    def operator(self, state: Any, at: Point) -> Callable[[Tensor], Tensor]:
+    def operator(self, state: Any, at: Oracle) -> Callable[[Tensor], Tensor]:
         """The columns are drawn once."""
         return self._approximate(at, at.problem.theta.flat()).inverse
 
-    def _approximate(self, at: Point, like: Tensor) -> _Approximation:
+    def _approximate(self, at: Oracle, like: Tensor) -> _Approximation:
         size = at.numel
         generator = torch.Generator().manual_seed(at.seed)
         chosen = torch.randperm(size, generator=generator)[: self.rank].to(like.device)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import counted, not_negative, positive
+from nhgd.inverse._krylov.spectrum import largest_eigenvalue
 from nhgd.inverse.base import POOR, AbstractInverse, SolveStats, vector_bytes
-from nhgd.inverse.spectrum import largest_eigenvalue
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.variable import Variable
 
 
@@ -44,7 +44,7 @@ class QuadraticSGD(AbstractInverse):
     """
 
     name: ClassVar[str] = "sgd"
-    counts: ClassVar[str | None] = "steps"
+    steps_field: ClassVar[str | None] = "steps"
     steps: int = 40
     beta: float | None = None
     power_steps: int = 10
@@ -56,7 +56,7 @@ class QuadraticSGD(AbstractInverse):
         if self.beta is not None:
             positive("QuadraticSGD", beta=self.beta)
 
-    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Take all steps from `start`, or from zero."""
         before = at.calls.hvps
         beta = self.beta

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from nhgd.registry import Registry
+from nhgd._registry import Registry
+from nhgd._validation import validated
 from nhgd.task.base import AbstractTask, Instance
 from nhgd.task.cleaning import Cleaning
 from nhgd.task.distillation import Distillation
 from nhgd.task.l2 import L2
-from nhgd.task.pde import PDE
+from nhgd.task.pde.control import PDE
 from nhgd.task.quadratic import Quadratic
-from nhgd.validation import validated
 
 TASKS = Registry("task", AbstractTask, list(vars().values()))
 

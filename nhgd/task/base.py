@@ -11,16 +11,16 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from nhgd._randomness import Randomness
+from nhgd._registry import summary
+from nhgd._solver import Metrics, Solution, Solver
+from nhgd._validation import Validated, validated
 from nhgd.algorithm import AbstractAlgorithm, resolve
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError, check_seed, unknown
 from nhgd.execution import AbstractExecutor
 from nhgd.problem import Bilevel
-from nhgd.randomness import Randomness
-from nhgd.registry import summary
-from nhgd.solve import Metrics, Solution, Solver
-from nhgd.task.setting import convert, kinds
-from nhgd.validation import Validated, validated
+from nhgd.task._setting import convert, kinds
 
 T = TypeVar("T", bound="AbstractTask")
 

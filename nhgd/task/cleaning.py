@@ -12,24 +12,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nhgd.algorithm.stage import Settings, Stage
+from nhgd._randomness import Randomness
+from nhgd._solver import Row, Solution
 from nhgd.data.bundled import digits
 from nhgd.data.idx import find, read_images
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, counted, not_negative, positive, unknown
 from nhgd.execution import Inline
-from nhgd.inverse.spectrum import largest_eigenvalue
-from nhgd.point import Point
+from nhgd.inverse._krylov.spectrum import largest_eigenvalue
+from nhgd.loop.loop import Loop, Settings
+from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
-from nhgd.randomness import Randomness
 from nhgd.schedule import Decay
-from nhgd.solve import Row, Solution
+from nhgd.task._classifier import Architecture
+from nhgd.task._labels import NOISES, corrupt, found, with_every_class
+from nhgd.task._softmax import Split, accuracy, largest_curvature
+from nhgd.task._weighted_training import WeightedTraining, momentum, suited
+from nhgd.task._weighting import WEIGHTINGS
 from nhgd.task.base import AbstractTask, Instance
-from nhgd.task.classifier import Architecture
-from nhgd.task.labels import NOISES, corrupt, found, with_every_class
-from nhgd.task.softmax import Split, accuracy, largest_curvature
-from nhgd.task.weighted_training import WeightedTraining, momentum, suited
-from nhgd.task.weighting import WEIGHTINGS
 
 CLASSES = 10
 DATASETS = ("auto", "digits", "mnist")
@@ -273,9 +273,9 @@ class Cleaning(AbstractTask):
         if isinstance(warm_up, int) and warm_up:
             training.start_from_trusted()
             with Randomness(seed, device).scope():
-                stage = Stage(problem, inner_data, [full_outer], Settings(**inner), Inline())
+                loop = Loop(problem, inner_data, [full_outer], Settings(**inner), Inline())
                 for _ in range(warm_up):
-                    stage.inner_step()
+                    loop.inner_step()
 
         def metrics(theta: nn.Module, v: Any) -> dict[str, float]:
             z = theta(sets.evaluation.x)
@@ -362,7 +362,7 @@ class Cleaning(AbstractTask):
             return 1.0 / largest_curvature(x)
         with Randomness(seed, x.device).scope():
             batch = next(iter(data))
-        top = largest_eigenvalue(Point(problem, [batch]), problem.theta.flat(), 20)
+        top = largest_eigenvalue(Oracle(problem, [batch]), problem.theta.flat(), 20)
         return 0.5 / top if top > 0 else 0.01
 
     def sample_weights(self, model: nn.Module, v: Any, sets: LabelSets) -> Tensor:

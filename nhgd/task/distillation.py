@@ -11,19 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nhgd._solver import Solution
 from nhgd.algorithm import NHGD
 from nhgd.data.bundled import digits
 from nhgd.data.idx import find, read_images
 from nhgd.data.loader import Data
-from nhgd.data.png import grid, write_png
 from nhgd.errors import InputError, counted, positive, unknown
 from nhgd.inverse import KFAC, FisherWindow
+from nhgd.plot.png import grid, write_png
 from nhgd.problem import Bilevel, Losses
 from nhgd.schedule import Decay
-from nhgd.solve import Solution
+from nhgd.task._classifier import Architecture, accuracy_of, cross_entropies, trained
+from nhgd.task._inner_solver import lbfgs
 from nhgd.task.base import AbstractTask, Instance
-from nhgd.task.classifier import Architecture, accuracy_of, cross_entropies, trained
-from nhgd.task.inner_solver import lbfgs
 
 CLASSES = 10
 DATASETS = ("auto", "digits", "mnist", "fashion-mnist")

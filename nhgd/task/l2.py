@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nhgd._solver import Solution
 from nhgd.data.bundled import breast_cancer
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, positive, unknown
 from nhgd.problem import Bilevel, Losses
-from nhgd.solve import Solution
+from nhgd.task._inner_solver import newton
 from nhgd.task.base import AbstractTask, Instance
-from nhgd.task.inner_solver import newton
 
 
 @final

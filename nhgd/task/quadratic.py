@@ -10,10 +10,10 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
+from nhgd._solver import Solution
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, not_negative, positive
 from nhgd.problem import Bilevel, Losses
-from nhgd.solve import Solution
 from nhgd.task.base import AbstractTask, Instance
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nhgd.algorithm import AbstractAlgorithm, Stage, StepInfo
+from nhgd.algorithm import AbstractAlgorithm, Loop, StepInfo
 from nhgd.hypergradients import implicit
 from nhgd.inverse import AbstractInverse, SolveStats
-from nhgd.point import Point
+from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
 from nhgd.task import AbstractTask, Instance
 from nhgd.variable import Variable
@@ -26,7 +26,7 @@ class Halved(AbstractInverse):
 
     name: ClassVar[str] = "halved"
 
-    def solve(self, state: Any, u: Tensor, at: Point, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Half of u."""
         return u / 2, SolveStats(residual=None, hvps=0, converged=True)
 
@@ -42,14 +42,14 @@ class Signed(AbstractAlgorithm):
     name: ClassVar[str] = "signed"
     scale: float = 1.0
 
-    def init(self, stage: Stage) -> None:
+    def init(self, loop: Loop) -> None:
         """There is no state."""
 
-    def step(self, stage: Stage, state: None) -> tuple[None, StepInfo]:
+    def step(self, loop: Loop, state: None) -> tuple[None, StepInfo]:
         """One outer step."""
-        losses = [stage.inner_step() for _ in range(stage.settings.inner_steps)]
-        found = implicit(stage.point(stage.inner_batches(1), stage.outer.next()), Halved(), None)
-        norm = stage.move_v([self.scale * leaf.sign() for leaf in found.leaves])
+        losses = [loop.inner_step() for _ in range(loop.settings.inner_steps)]
+        found = implicit(loop.oracle(loop.inner_batches(1), loop.outer.next()), Halved(), None)
+        norm = loop.move_v([self.scale * leaf.sign() for leaf in found.leaves])
         return None, StepInfo(found.value, float(torch.stack(losses).mean()), norm)
 
 

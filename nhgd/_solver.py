@@ -1,0 +1,754 @@
+"""The one driver: `Solver`, its stop rules and its `Solution`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from nhgd import _threads as threads
+from nhgd import execution as executions
+from nhgd._autocast import set_aside
+from nhgd._cost import largest
+from nhgd._interruption import held_back
+from nhgd._path import check_name
+from nhgd._progress import bar
+from nhgd._randomness import Randomness
+from nhgd._stagnation import Course, StagnationWarning, held_by
+from nhgd._validation import fitted, number, shown, validated, validated_but
+from nhgd.algorithm import AbstractAlgorithm, Loop, Settings, StepInfo
+from nhgd.algorithm import resolve as resolve_algorithm
+from nhgd.checkpoint import CheckpointWriter, Saved, last_kept, schema
+from nhgd.data.batch import Batch, common_length, first_bad
+from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError, check_seed
+from nhgd.execution import AbstractExecutor
+from nhgd.execution.base import Report
+from nhgd.loop.loop import OptimizerFactory, Projection
+from nhgd.plot.history import draw_history
+from nhgd.problem import Bilevel
+from nhgd.schedule import Rate
+from nhgd.variable import Given
+
+Row = dict[str, Any]
+Metrics = Callable[[Any, Any], dict[str, float]]
+# What a row of the history holds that two runs with one seed do not share.
+CLOCKED = ("seconds", "inner_seconds", "curvature_seconds", "waited_seconds", "overlap", "largest_lag")
+_MATERIAL = ("problem", "inner_data", "outer_data")
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a run found.
+
+    Attributes:
+        v, theta: the objects that were given, trained in place.
+        history: one dict for each outer step: step, seconds, outer_loss, inner_loss, hypergradient_norm, the oracle calls so
+            far, and the metrics; and of the executor: lag (records that the curvature of the solve lacked), largest_lag (the
+            most that were outstanding during the inner loop), inner_seconds, curvature_seconds, waited_seconds, overlap
+            (the part of the curvature's time that the inner loop did not wait for) and bytes_sent.
+        stats: method, steps, seconds, threads (CPU threads that the steps were computed on: one where the largest operation is
+            small, unless OMP_NUM_THREADS, MKL_NUM_THREADS or torch.set_num_threads says how many), oracle calls, poor_solves
+            (outer steps whose linear solve was in trouble), execution; and
+            stagnation: a sentence where `run` has got nowhere.
+        result: why the run ended: "steps", "budget", "plateau", or "stopped" when the caller's own loop or `stop` ended it.
+    """
+
+    v: Given
+    theta: Given
+    history: list[Row]
+    stats: dict[str, Any]
+    result: Literal["steps", "budget", "plateau", "stopped"]
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw the outer and the inner loss over time and write the picture to `path`."""
+        return draw_history(Path(path), self.history, self.stats["method"])
+
+
+@dataclass
+class Run:
+    """One call of `Solver.run`: its stop rules, where it began, and how long the outer loss has not fallen."""
+
+    steps: int | None
+    limit: float | None
+    plateau: int | None
+    first: int
+    began: float
+    best: float = float("inf")
+    waited: int = 0
+
+    def note(self, loss: float) -> None:
+        """The outer loss of one more step."""
+        if loss < self.best - 1e-4 * abs(self.best) or self.best == float("inf"):
+            self.best, self.waited = loss, 0
+        else:
+            self.waited += 1
+
+
+_KEPT_RUN = schema.optional(
+    schema.record(
+        steps=schema.optional(schema.counted),
+        limit=schema.optional(schema.seconds),
+        plateau=schema.optional(schema.counted),
+        first=schema.count,
+        began=schema.seconds,
+        best=schema.loss,
+        waited=schema.count,
+    )
+)
+
+
+class Solver:
+    """Runs an algorithm on a problem.
+
+    It may be used in a with statement, which ends the threads that keep its curvature; else they end with the solver itself.
+
+    Args:
+        problem: a `Bilevel`. Its theta and v are trained in place.
+        inner_data, outer_data: `nhgd.Data`, DataLoaders, or lists of batches; walked over again and again.
+        method: a name such as "nhgd" or "aid-cg", or an algorithm object.
+        inner_steps: inner steps for each outer step.
+        inner_lr, outer_lr: step sizes: numbers (default 0.1 and 0.01), functions of the outer step, or schedules.
+        inner_optimizer, outer_optimizer: any torch optimiser: a class, a factory of parameters, or an instance.
+        project: the radius R of the ball theta is kept in, or a function that changes theta in place.
+        project_v: the box (low, high) v is kept in, or a function that changes v in place.
+        outer_clip: the largest norm of a hypergradient; longer ones are shortened to it, because one wild estimate would
+            fill the moments of Adam for hundreds of steps.
+        execution: where curvature is kept up to date: "inline", "thread", "stream", "device" or an executor.
+        max_lag: how many records of inner steps may wait for their curvature before the inner loop does; 0: none.
+        seed: of every random number the run draws. The caller's generators are left as they were.
+        metrics: (theta, v) -> dict of numbers, added to the history; not part of the time.
+        metrics_every: outer steps between two evaluations of the metrics.
+        checkpoint: a folder to keep the run in, so that `Solver.resume` can go on with it, bit for bit, after it was broken
+            off. One that holds an earlier run, or in which another run is at work, is refused.
+        checkpoint_every: outer steps between two checkpoints, or a time such as "60s"; by default every 30 seconds, and less
+            often where that would take more than a fiftieth of the time. The end of `run` is always kept, and so is the
+            step during which Ctrl-C was pressed.
+        overwrite: whether `checkpoint` may hold an earlier run, which stays until this one first writes.
+
+    >>> problem = Bilevel(
+    ...     inner=lambda theta, v, x: (theta - v).square().expand(len(x)),
+    ...     outer=lambda theta, v, x: (theta - 3).square(),
+    ...     theta=torch.tensor(0.0), v=torch.tensor(0.0))
+    >>> data = [torch.zeros(4)]
+    >>> solution = Solver(problem, data, data, method="aid-cg", outer_lr=0.3).run(steps=50)
+    >>> round(float(solution.v), 3)
+    3.0
+    """
+
+    @validated_but("method", "inner_optimizer", "outer_optimizer", "project", "project_v", "checkpoint_every")
+    def __init__(
+        self,
+        problem: Bilevel,
+        inner_data: Iterable[Batch],
+        outer_data: Iterable[Batch],
+        method: str | AbstractAlgorithm = "nhgd",
+        inner_steps: int = 10,
+        inner_lr: Rate | None = None,
+        outer_lr: Rate | None = None,
+        inner_optimizer: OptimizerFactory | None = None,
+        outer_optimizer: OptimizerFactory | None = None,
+        project: Projection = None,
+        project_v: Projection = None,
+        outer_clip: float | None = None,
+        execution: str | AbstractExecutor = "inline",
+        max_lag: int | None = None,
+        seed: int = 0,
+        metrics: Metrics | None = None,
+        metrics_every: int = 1,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int | str | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        project, project_v = _projections(project, project_v)
+        given = {name: value for name, value in locals().items() if name not in ("self", *_MATERIAL)}
+        check_seed(seed)
+        if checkpoint is not None:
+            check_name("checkpoint", checkpoint)
+        if metrics_every < 1:
+            raise InputError(f"metrics_every must be at least 1, got {metrics_every}.")
+        every = _every(checkpoint_every)
+        if overwrite and checkpoint is None:
+            raise InputError(
+                "overwrite=True is about a folder of checkpoints. Name it: Solver(..., checkpoint='runs/a')."
+            )
+        settings = Settings(
+            inner_steps, inner_lr, outer_lr, inner_optimizer, outer_optimizer, project, project_v, outer_clip
+        )
+        self.problem = problem
+        self.algorithm = resolve_algorithm(method).prepared(problem)
+        self.executor = executions.resolve(execution, max_lag=max_lag)
+        _refuse_idle(self.executor, self.algorithm)
+        self.metrics = metrics
+        self.metrics_every = metrics_every
+        self.history: list[Row] = []
+        self.seconds = 0.0
+        self._unfinished = False  # whether steps were taken that other processes were not told the end of
+        self._whole = True  # whether the run stands between two outer steps
+        self._stopping = False
+        self._resumed: Path | None = None  # the checkpoint from which it goes on, until its first step
+        self._run: Run | None = None
+        self._broken_off: Run | None = None
+        self._writer = None if checkpoint is None else CheckpointWriter(checkpoint, *every, overwrite)
+        self._randomness = Randomness(seed, problem.theta.device)
+        with self._telling_peers(), self._randomness.scope(), set_aside():
+            try:
+                if self._writer is not None:
+                    self.executor.join(problem.theta)
+                    if self.executor.leads:
+                        self._writer.claim()
+                self.loop = Loop(problem, inner_data, outer_data, settings, self.executor, self.algorithm.online)
+                # The first batches are looked at before anything moves, then drawn again by the run itself.
+                for stream in (self.loop.inner, self.loop.outer):
+                    stream.remember = checkpoint is not None
+                inner_batch = self.loop.inner.peek()
+                with threads.measuring(problem.theta.device) as measured:
+                    problem.validate(inner_batch, self.loop.outer.peek())
+                work = largest(self.loop.inverse, problem.theta, common_length(inner_batch) or 1, inner_steps)
+                self.loop.choose_threads(threads.suited(max(measured.flops, work), problem.theta.device))
+                with self.loop.computing():
+                    self.loop.project_theta()
+                    self.loop.project_v()
+                    self._state = self.algorithm.init(self.loop)
+            except RunError as error:
+                # A worker that has lost another may hear why only now.
+                found = self.executor.root_cause(error)
+                if found is error:
+                    raise
+                raise found from error
+        if self._writer is not None:
+            with self._telling_peers():
+                self._writer.begin(self.loop, self.algorithm, self._state, given)
+                self._writer.rehearse(self.loop, self._state, self._rest())
+            weakref.finalize(self, self._writer.lock.release)
+        # Where the solver is let go of without having been closed. An executor of the caller's may serve another by then.
+        self.executor.user = user = object()
+        weakref.finalize(self, _close_unless_used, self.executor, user).atexit = False
+
+    @classmethod
+    @validated
+    def resume(
+        cls,
+        path: str | Path,
+        problem: Bilevel,
+        inner_data: Iterable[Batch],
+        outer_data: Iterable[Batch],
+        **settings: Any,
+    ) -> Solver:
+        """A solver that stands where the run in a checkpoint stood, and goes on bit for bit as that would have.
+
+        Its next `run` is the continuation of the one that was broken off: the steps and the seconds of that count. So
+        `run(steps=1000)` ends where an unbroken `run(steps=1000)` would have ended, and `run()` takes the stop rules of then.
+
+        Args:
+            path: the folder that was given as `checkpoint`; it is written to again, unless another is given.
+            problem, inner_data, outer_data: built as they were for that run. theta and v take the values that were kept.
+            settings: of the `Solver`. What was kept need not be given again, and may not differ; functions, such as a
+                step size or an optimiser's factory, cannot be kept and must be given.
+        """
+        saved = Saved(path)
+        chosen = saved.settings(settings, problem)
+        strange = sorted(set(chosen) - set(inspect.signature(cls.__init__).parameters))
+        if strange:
+            raise InputError(
+                f"{saved.path} holds settings that no Solver has ({', '.join(strange)}): it is damaged, or of another version."
+            )
+        solver = cls(problem, inner_data, outer_data, **chosen)
+        assert solver._writer is not None
+        with solver._telling_peers():
+            with solver._randomness.scope():
+                solver._state, rest = solver._writer.put_back(saved, solver.loop, solver._state)
+            with saved.readable("randomness"):
+                solver._randomness.restore(rest["randomness"])
+            with saved.readable("run"):
+                _KEPT_RUN(rest["run"], "run")
+            solver.seconds, solver.history = rest["seconds"], rest["history"]
+            solver._broken_off = None if rest["run"] is None else Run(**rest["run"])
+        solver._resumed = saved.path
+        return solver
+
+    def save(self) -> None:
+        """Write a checkpoint now, between two outer steps."""
+        if self._writer is None:
+            raise InputError("This solver has no place for checkpoints. Give it one: Solver(..., checkpoint='runs/a').")
+        if not self.executor.leads:
+            return  # one process writes for all
+        try:
+            self._writer.write(self.loop, self._state, self._rest(), self.history)
+        except NhgdError as error:
+            raise self._with_last(error) from error
+
+    @property
+    def checkpoint(self) -> CheckpointWriter | None:
+        """What keeps the run, if anything does: `checkpoint.path`, and `checkpoint.step` of the last one written."""
+        return self._writer
+
+    def _rest(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the solver itself."""
+        return {
+            "randomness": self._randomness.state(),
+            "seconds": self.seconds,
+            "run": None if self._run is None else dict(vars(self._run)),
+        }
+
+    def _with_last(self, error: NhgdError) -> NhgdError:
+        """The same error, or the loss of a process behind it, naming the last good checkpoint."""
+        error = self.executor.root_cause(error)
+        if self._writer is not None and "last good checkpoint" not in str(error):
+            known = self._writer.last() if self.executor.leads else last_kept(self._writer.path)
+            error.args = (f"{error}{known}",)
+        return error
+
+    def step(self) -> Row:
+        """One outer step; its row of the history."""
+        if self.executor.serves:
+            raise InputError(
+                "This process keeps curvature for others and takes no steps. Call run(), or iterate over the solver, which both"
+                " end here when they end there."
+            )
+        with self._telling_peers(), self._at_work():
+            row = self._advance()
+            self._save_if_due()
+        self._unfinished = True
+        return row
+
+    def stop(self) -> None:
+        """End `run` when the outer step that it is at is done, as a handler of a signal or another thread may ask."""
+        self._stopping = True
+
+    @contextmanager
+    def _at_work(self) -> Iterator[Callable[[], None]]:
+        """The setting of steps: no other run is in the folder of checkpoints, and Ctrl-C leaves one of the last whole step.
+
+        What is given is to be called between two steps, where Ctrl-C may come.
+        """
+        keeper = self._writer if self.executor.leads else None
+        with ExitStack() as stack:
+            if keeper is not None:
+                stack.enter_context(keeper.at_work())
+            try:
+                yield stack.enter_context(held_back(keeper is not None))
+                stack.close()  # Ctrl-C may have come during the last step
+            except KeyboardInterrupt as stop:
+                if keeper is not None:
+                    self._save_what_is_whole(keeper)
+                    stop.args = stop.args or (keeper.last().strip(),)
+                raise
+
+    def _save_what_is_whole(self, keeper: CheckpointWriter) -> None:
+        if self._whole and keeper.step != self.loop.clock.k:
+            try:
+                self.save()
+            except NhgdError as error:
+                warnings.warn(str(error), stacklevel=2)
+
+    def _save_if_due(self) -> None:
+        if self._writer is not None and self._writer.due(self.loop.clock.k):
+            self.save()
+
+    def _advance(self) -> Row:
+        self._whole = False
+        problem, clock = self.problem, self.loop.clock
+        problem.refuse_inference()
+        theta, v = problem.theta.flat(), problem.v.flat()
+        buffers = self._buffers()
+        before = self.executor.measured()
+        started = time.perf_counter()
+        with self._randomness.scope(), self.loop.computing():
+            try:
+                with self.executor.scope(), set_aside(), self._fitting():
+                    self.loop.begin()
+                    self._state, info = self.algorithm.step(self.loop, self._state)
+                _finite(info)
+            except NonFiniteError as error:
+                problem.theta.assign(theta)
+                problem.v.assign(v)
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+                cause = self.executor.root_cause(error)
+                if isinstance(cause, NonFiniteError):
+                    cause = self._diagnosed(cause)
+                raise self._with_last(cause) from error
+            except NhgdError as error:
+                raise self._with_last(error) from error.__cause__
+            clock.k += 1
+        taken = time.perf_counter() - started
+        self.seconds += taken
+        work = self.executor.measured().since(before)
+        row: Row = {
+            "step": clock.k,
+            "seconds": self.seconds,
+            "outer_loss": info.outer_loss,
+            "inner_loss": info.inner_loss,
+            "hypergradient_norm": info.hypergradient_norm,
+            "lag": info.lag,
+            "largest_lag": work.largest_lag,
+            "inner_seconds": max(0.0, taken - work.waited_seconds),
+            "curvature_seconds": work.curvature_seconds,
+            "waited_seconds": work.waited_seconds,
+            "overlap": work.overlap,
+            "bytes_sent": work.bytes_sent,
+            **self.loop.calls.as_dict(),
+            **info.notes,
+        }
+        self.history.append(row)  # before the metrics, which may raise: the step is taken
+        if self.metrics is not None and (clock.k % self.metrics_every == 0 or clock.k == 1):
+            row |= self.evaluate()
+        self._whole = True
+        return row
+
+    @contextmanager
+    def _fitting(self) -> Iterator[None]:
+        """The first step after a resume shows whether what was read fits the problem in every respect."""
+        try:
+            yield
+        except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
+            if self._resumed is None or isinstance(error, (NhgdError, torch.OutOfMemoryError)):
+                raise
+            raise RunError(
+                f"The first outer step from {self._resumed} failed ({type(error).__name__}: {' '.join(str(error).split())}). What"
+                " is kept there does not fit the problem, or the problem's functions are not what they were."
+            ) from error
+        self._resumed = None
+
+    def evaluate(self) -> dict[str, float]:
+        """The metrics at the current point; buffers, training flags and random numbers stay as they are."""
+        if self.metrics is None:
+            return {}
+        problem = self.problem
+        with (
+            self.loop.computing(),
+            problem.guarded(seed=0),
+            torch.no_grad(),
+            problem.theta.view() as theta,
+            problem.v.view() as v,
+        ):
+            return _by_name(self.metrics(theta, v))
+
+    def __iter__(self) -> Iterator[Row]:
+        """One outer step after another, for the caller's own loop; it ends when the caller leaves it.
+
+        In a process that keeps curvature for others there is nothing to see: it ends, empty, when the others have left theirs.
+        """
+        if self.executor.serves:
+            self._serve()
+            return
+        try:
+            while True:
+                yield self.step()
+        except GeneratorExit:
+            self._finish(self.solution())
+            self._leave_folder()
+
+    @validated
+    def run(
+        self,
+        steps: int | None = None,
+        budget: str | float | None = None,
+        plateau: int | None = None,
+        progress: bool | None = None,
+    ) -> Solution:
+        """Run until a stop rule holds.
+
+        After `Solver.resume` the first call continues the run that was broken off; what that had used up counts.
+
+        Args:
+            steps: outer steps.
+            budget: seconds of solving, as a number or as "60s", "5m", "1h". Metrics and checkpoints do not count.
+            plateau: stop when the outer loss has not fallen by a part of 1e-4 for this many outer steps.
+            progress: a bar on standard error; by default on a terminal only.
+        """
+        limit = None if budget is None else seconds(budget)
+        for name, value in (("steps", steps), ("plateau", plateau)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise InputError(f"{name} must be a whole number of at least 1, got {value}.")
+        if self.executor.serves:
+            return self._serve()
+        before, unsaid = self._broken_off, steps is None and limit is None and plateau is None
+        if unsaid and before is None:
+            raise InputError("run() needs to know when to stop: steps=1000, budget='60s' or plateau=50.")
+        if before is None:
+            run = Run(steps, limit, plateau, self.loop.clock.k, self.seconds)
+        else:
+            run = before if unsaid else replace(before, steps=steps, limit=limit, plateau=plateau)
+        self._run, self._broken_off = run, None
+        try:
+            with self._telling_peers(), self._at_work() as between_steps:
+                solution = self._run_until_the_end(run, before is None, progress, between_steps)
+        finally:
+            self._stopping = False
+        self._leave_folder()
+        self._finish(solution)
+        return solution
+
+    def _run_until_the_end(
+        self, run: Run, is_new: bool, progress: bool | None, between_steps: Callable[[], None]
+    ) -> Solution:
+        if self._writer is not None and is_new and run.first:
+            self.save()  # a second run: should it be broken off at once, it is this one that goes on
+        result: Literal["steps", "budget", "plateau", "stopped"] = "steps"
+        course = Course(self.problem.v.flat())
+        with bar(self.algorithm.name, progress) as tick:
+            while True:
+                taken, used = self.loop.clock.k - run.first, self.seconds - run.began
+                if run.limit is not None:
+                    used = self.loop.team.agreed(used)  # workers stop, and lower their steps, together
+                if run.steps is not None and taken >= run.steps:
+                    break
+                if run.limit is not None and used >= run.limit:
+                    result = "budget"
+                    break
+                if run.plateau is not None and run.waited >= run.plateau:
+                    result = "plateau"
+                    break
+                if self._told_to_stop():
+                    result = "stopped"
+                    break
+                done = max(taken / run.steps if run.steps else 0.0, used / run.limit if run.limit else 0.0)
+                self.loop.clock.done = done
+                row = self._advance()
+                run.note(row["outer_loss"])
+                course.note(self.problem.v.flat(), row)
+                between_steps()
+                self._save_if_due()
+                tick(done, f"step {row['step']}, outer loss {row['outer_loss']:.4g}")
+            tick(1.0, "")
+        self.loop.assert_equal()
+        if self._writer is not None and self._writer.step != self.loop.clock.k:
+            self.save()
+        solution = self.solution(result)
+        remark = course.remark(held_by(self.loop.settings.project_v, self.problem.v.leaves))
+        solution.stats["stagnation"] = remark
+        if remark is not None and self.executor.leads:
+            warnings.warn(remark, StagnationWarning, stacklevel=3)
+        return solution
+
+    def _told_to_stop(self) -> bool:
+        """Whether `stop` was called; workers stop together, where the first of them is told to."""
+        stopping = self._stopping and bool(self.history)  # what ends has something to show
+        return bool(self.loop.team.agreed(float(stopping))) if self.loop.team.size > 1 else stopping
+
+    @contextmanager
+    def _telling_peers(self) -> Iterator[None]:
+        """An error inside is told to the other processes, so that nobody waits for this one, and the folder is left."""
+        try:
+            yield
+        except BaseException as error:
+            self._leave_folder()
+            self.executor.fail(error)
+            raise
+
+    def _leave_folder(self) -> None:
+        if self._writer is not None:
+            self._writer.release()
+
+    def _finish(self, solution: Solution) -> None:
+        """The run has ended: the processes that served it learn what it found."""
+
+        def report() -> Report:
+            told = {
+                "history": self.history,
+                "stats": solution.stats,
+                "result": solution.result,
+                "step": self.loop.clock.k,
+                "seconds": self.seconds,
+            }
+            return Report(told, [self.problem.theta.flat(), self.problem.v.flat(), *(b for b, _ in self._buffers())])
+
+        with self._telling_peers():
+            try:
+                self.executor.finish(report)
+            except NhgdError as error:
+                raise self._with_last(error) from error
+        self._unfinished = False
+
+    def _serve(self) -> Solution:
+        """Keep curvature for the processes of the inner loop until they have finished; what they found."""
+        with self._telling_peers():
+            try:
+                with self.loop.computing():
+                    told, (theta, v, *buffers) = self.executor.serve()
+            except NhgdError as error:
+                raise self._with_last(error) from error
+        problem = self.problem
+        problem.theta.assign(theta.to(problem.theta.device))
+        problem.v.assign(v.to(problem.v.device))
+        for (buffer, _), value in zip(self._buffers(), buffers, strict=True):
+            buffer.copy_(value)
+        self.history, self.seconds, self.loop.clock.k = told["history"], told["seconds"], told["step"]
+        return Solution(problem.v.given, problem.theta.given, self.history, told["stats"], told["result"])
+
+    def _buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [*self.problem.theta.buffers(), *self.problem.v.buffers()]
+
+    def solution(self, result: Literal["steps", "budget", "plateau", "stopped"] = "stopped") -> Solution:
+        """What has been found so far."""
+        traffic = self.executor.measured()
+        stats = {
+            "method": self.algorithm.name,
+            "algorithm": repr(self.algorithm),
+            "inverse": None if self.loop.inverse is None else repr(self.loop.inverse),
+            "steps": self.loop.clock.k,
+            "seconds": self.seconds,
+            "threads": self.loop.threads,
+            "oracle_calls": self.loop.calls.as_dict(),
+            "poor_solves": sum(bool(row.get("poor_solve")) for row in self.history),
+            "stagnation": None,
+            "execution": {
+                "name": self.executor.name,
+                "processes": traffic.processes,
+                "bytes_sent": traffic.bytes_sent,
+                "waited_seconds": traffic.waited_seconds,
+                "curvature_seconds": traffic.curvature_seconds,
+                "overlap": traffic.overlap,
+                "records": traffic.records,
+                "max_lag": self.executor.max_lag if self.executor.background else 0,
+                "largest_lag": max((row.get("largest_lag", 0) for row in self.history), default=0),
+                "workers": self.loop.team.size,
+                "division": dict(self.loop.division),
+            },
+        }
+        return Solution(self.problem.v.given, self.problem.theta.given, self.history, stats, result)
+
+    def close(self) -> None:
+        """Let go of what the executor holds, and of the folder of the checkpoints."""
+        self._leave_folder()
+        if self._unfinished and not self.executor.serves:
+            self._finish(self.solution())
+        self.executor.close()
+
+    def __enter__(self) -> Solver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise InputError(
+            "A Solver cannot be copied or pickled: it trains its problem in place and walks over its data. To go on twice from"
+            " one point, keep the run (checkpoint='runs/a') and resume it with a copy of the problem:"
+            " Solver.resume('runs/a', problem, inner_data, outer_data, checkpoint='runs/b')."
+        )
+
+    def _diagnosed(self, error: NonFiniteError) -> NhgdError:
+        """The sentence a user needs: what became non-finite, at which step, and why as far as can be seen."""
+        try:  # whose square roots the records hold
+            self.problem.check_weight(self.problem.lowest_weight())
+        except InputError as negative:
+            return negative
+        step = self.loop.clock.k + 1
+        batches = [("inner", batch) for batch in self.loop.recent] + [("outer", self.loop.outer.last)]
+        for level, batch in batches:
+            bad = first_bad(batch)
+            if bad:
+                where = "an inner batch" if level == "inner" else "an outer batch"
+                return InputError(f"Outer step {step}: {where} holds nan or inf: {bad}. Remove or impute it first.")
+        try:  # at the point the step began from, which is finite
+            with self.problem.guarded(seed=0), torch.no_grad():
+                for level, batch in batches:
+                    if level == "inner":
+                        self.problem.check_finite(self.problem.losses(batch))
+                    elif batch is not None and not bool(torch.isfinite(self.problem.outer_value(batch))):
+                        error = NonFiniteError("the outer loss")
+        except InputError as bad_loss:
+            error = NonFiniteError(str(bad_loss))
+        said = str(error)
+        what = f"numbers became non-finite. {said}" if said.endswith(".") else f"{said} became non-finite."
+        return NonFiniteError(
+            f"Outer step {step}: {what} theta and v were put back to where this step began. Lower inner_lr or outer_lr, add"
+            " l2, or project theta (project=R)."
+        )
+
+
+def _refuse_idle(executor: AbstractExecutor, algorithm: AbstractAlgorithm) -> None:
+    """An execution with nothing to run would change nothing, and its user would believe that it did."""
+    inverse = algorithm.online
+    if executor.background and not executor.gathers and (inverse is None or inverse.records is None):
+        by = "" if inverse is None or inverse.name in algorithm.name else f" with {inverse.name}"
+        raise InputError(
+            f"The method {algorithm.name}{by} learns no curvature from the inner steps, so {executor.name} execution would have"
+            " nothing to run. Use execution inline, or a method that learns, such as nhgd."
+        )
+
+
+def _close_unless_used(executor: AbstractExecutor, user: object) -> None:
+    """End the threads of an executor whose solver is gone."""
+    if executor.user is user:
+        executor.close()
+
+
+def seconds(budget: str | float) -> float:
+    """A budget in seconds from a number or from "60s", "5m", "1h".
+
+    >>> seconds("1.5m")
+    90.0
+    """
+    budget = number(budget)
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|m|h)?\s*", budget) if isinstance(budget, str) else None
+    if match:
+        found = float(match[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[match[2]]
+    else:
+        found = float(budget) if _is_number(budget) else 0.0
+    if not 0 < found < float("inf"):
+        raise InputError(f"A budget is a time such as 30, '60s', '5m' or '1h', got {budget!r}.")
+    return found
+
+
+def _every(given: int | str | None) -> tuple[int | None, float | None]:
+    """Outer steps, or seconds, between two checkpoints."""
+    given = number(given)
+    if given is None or (isinstance(given, int) and not isinstance(given, bool) and 1 <= given < 2**63):
+        return given, None
+    if isinstance(given, str) and given.strip().isdecimal() and int(given) >= 1:
+        return int(given), None
+    if isinstance(given, str) and given.strip()[-1:] in ("s", "m", "h"):
+        return None, seconds(given)
+    raise InputError(
+        f"checkpoint_every is a whole number of outer steps, at least 1, or a time such as '60s' or '5m', got {shown(given)}."
+    )
+
+
+def _finite(info: StepInfo) -> None:
+    for name, value in (("the inner loss", info.inner_loss), ("the outer loss", info.outer_loss)):
+        if not abs(value) < float("inf"):
+            raise NonFiniteError(name)
+
+
+def _by_name(found: Any) -> dict[str, Any]:
+    """What the metrics returned, made sure of, with numbers as Python's: it stands in the rows of the history."""
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        odd = "a dict whose names are no text" if isinstance(found, dict) else f"a {type(found).__name__}"
+        raise InputError(
+            f"metrics() returned {odd}. Return a dict of numbers by name, for example {{'accuracy': 0.9}}."
+        )
+    return {name: number(value) for name, value in found.items()}
+
+
+def _projections(project: Any, project_v: Any) -> tuple[Projection, Projection]:
+    """The radius and the box in Python's numbers; functions as they are."""
+    if project is not None and not callable(project):
+        radius = number(project)
+        if not (_is_number(radius) and radius > 0):
+            raise InputError(f"project must be a radius above 0 or a function of theta, got {shown(project)}.")
+        project = radius
+    if project_v is not None and not callable(project_v):
+        is_row = isinstance(project_v, (tuple, list)) or getattr(project_v, "ndim", 0) == 1
+        bounds = [number(bound) for bound in project_v] if is_row else []
+        numbers = len(bounds) == 2 and all(_is_number(bound) for bound in bounds)
+        if not (numbers and bounds[0] < bounds[1]):
+            got = repr(tuple(bounds)) if numbers else shown(project_v)
+            raise InputError(f"project_v must be a box (low, high) with low < high or a function of v, got {got}.")
+        project_v = (bounds[0], bounds[1])
+    return project, project_v
+
+
+def _is_number(value: Any) -> bool:
+    return fitted(value, float) is value

@@ -1,0 +1,204 @@
+"""What a command leaves behind: lines for people, one object for programs, files in a folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from nhgd._path import check_name
+from nhgd.checkpoint.disk import to_disk
+from nhgd.errors import InputError, RunError
+
+
+def jsonable(value: Any) -> Any:
+    """The same in the words of JSON: nan and inf become null, objects their name and settings.
+
+    >>> jsonable({"a": float("nan"), "b": (1, 2.5), "c": torch.float64})
+    {'a': None, 'b': [1, 2.5], 'c': 'float64'}
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")  # a path need not be text
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        return jsonable(value.tolist())
+    if isinstance(value, type):
+        return value.__name__
+    if is_dataclass(value):
+        name = getattr(value, "name", type(value).__name__)
+        return {"name": name} | {f.name: jsonable(getattr(value, f.name)) for f in fields(value)}
+    return str(value).removeprefix("torch.")
+
+
+def print_json(answer: Mapping[str, Any]) -> None:
+    """One JSON object on standard output."""
+    print(json.dumps(jsonable(answer), indent=2, allow_nan=False))
+
+
+def console() -> Console:
+    """Where people read. Where it is no terminal, lines are long enough not to be broken."""
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
+
+
+def table(title: str, *columns: str, left: int = 1) -> Table:
+    """A table whose first `left` columns are words and whose others are numbers."""
+    made = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="left" if i < left else "right", overflow="fold")
+    return made
+
+
+def number(value: Any, form: str = ".4g") -> str:
+    """A number for a cell; a dash for none."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return "-"
+    return format(value, form)
+
+
+def check_folder(path: Path, *files: str) -> None:
+    """Refuse, without writing anything, a folder that cannot be made or written to, or where a file's name is taken."""
+    check_name("--out", path)
+    try:
+        place = path.absolute()
+        while not os.path.lexists(place):
+            place = place.parent
+        is_folder = place.is_dir()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    if not is_folder:
+        raise InputError(f"--out {path} cannot be a folder: {place} is a file. Name another place.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise InputError(f"--out {path} cannot be written: {place} does not allow it. Name another place.")
+    for name in files:
+        try:
+            kind = os.stat(path / name).st_mode
+        except OSError:
+            continue  # nothing is there
+        if not stat.S_ISREG(kind):
+            what = "folder" if stat.S_ISDIR(kind) else "device or a pipe"
+            raise InputError(f"--out {path} has a {what} {name}, where a file is to be written. Name another place.")
+
+
+def _unwritable(path: Path, error: OSError) -> InputError:
+    return InputError(f"--out {path} cannot be written: {error.strerror or error}. Name another place.")
+
+
+class Folder:
+    """A folder for results. Every file appears whole or not at all.
+
+    Attributes:
+        holds_some: whether one has appeared.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.holds_some = False
+
+    def write(self, name: str, make: Callable[[Path], Any]) -> Path:
+        """Let `make` write a file of another name beside, then give it its own."""
+        return self._write({name: make})[0]
+
+    def write_text(self, name: str, text: str) -> Path:
+        """A file of text."""
+        return self.write_texts({name: text})[0]
+
+    def write_texts(self, texts: Mapping[str, str]) -> list[Path]:
+        """Files of text that belong together: none takes the place of an older one before all are written."""
+
+        def maker(text: str) -> Callable[[Path], Any]:
+            return lambda path: path.write_text(text, encoding="utf-8")
+
+        return self._write({name: maker(text) for name, text in texts.items()})
+
+    def _write(self, files: Mapping[str, Callable[[Path], Any]]) -> list[Path]:
+        finals = [self.path / name for name in files]
+        # Of a name only the ending, by which pictures know their format: with more it might be too long.
+        endings = [final.suffix if len(final.suffix) < 10 else "" for final in finals]
+        drafts = [self.path / f".draft-{os.getpid()}-{i}{ending}" for i, ending in enumerate(endings)]
+        final = self.path
+        try:
+            for final, draft in zip(finals, drafts, strict=True):
+                files[final.name](draft)
+                to_disk(draft)
+            for final, draft in zip(finals, drafts, strict=True):
+                os.replace(draft, final)
+                self.holds_some = True
+        except OSError as error:
+            raise RunError(f"{final} could not be written: {error.strerror or error}.") from error
+        finally:
+            for draft in (*drafts, *drafts):  # what fails once may not fail again
+                with suppress(OSError):
+                    draft.unlink(missing_ok=True)
+        return finals
+
+    def draw(self, make: Callable[[Path], list[Path]]) -> list[Path]:
+        """Let `make` write any number of files into a folder beside, then give them their place here."""
+        beside = self.path / f".pictures-{os.getpid()}"
+        try:
+            beside.mkdir()
+            made = make(beside)
+            for path in made:
+                os.replace(path, self.path / path.name)
+        except OSError as error:
+            raise RunError(f"The pictures in {self.path} could not be written: {error.strerror or error}.") from error
+        finally:
+            for _ in range(2):  # what fails once may not fail again
+                shutil.rmtree(beside, ignore_errors=True)
+        return [self.path / path.name for path in made]
+
+
+@contextmanager
+def folder(path: Path | None) -> Iterator[Folder | None]:
+    """The folder, made and tried out; it is taken away again when the block fails before anything was written.
+
+    When the block is interrupted after that, it is said where to look.
+    """
+    if path is None:
+        yield None
+        return
+    check_folder(path)
+    missing: list[Path] = []
+    try:
+        trial = path / f".trial-{os.getpid()}"
+        try:
+            missing = [p for p in (path, *path.parents) if not p.exists()]
+            path.mkdir(parents=True, exist_ok=True)
+            trial.touch()
+            trial.unlink()
+        except OSError as error:
+            with suppress(OSError):
+                trial.unlink(missing_ok=True)
+            raise _unwritable(path, error) from error
+        made_ready = Folder(path)
+        try:
+            yield made_ready
+        except KeyboardInterrupt as stop:
+            if made_ready.holds_some:
+                stop.args = (f"{stop} What was reached is in {path}.".strip(),)
+            raise
+    except BaseException:
+        for made in missing:
+            try:
+                made.rmdir()
+            except OSError:
+                break
+        raise

@@ -1,0 +1,212 @@
+"""The commands together, and how each of them ends: what is printed, and the exit code.
+
+0: done. 1: the run failed. 2: wrong usage or bad input. 129, 130, 143: ended by SIGHUP, Ctrl-C, SIGTERM.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import warnings
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command, get_group
+
+import nhgd
+from nhgd.cli import _signals as signals
+from nhgd.cli._started import started_by_someone
+from nhgd.cli._streams import mute, printable
+from nhgd.errors import InputError, RunError, unknown
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command in the list of all: the function, or the group, in the file of its name, and what it does."""
+
+    function: str
+    summary: str
+
+
+# A command is imported when it is given, because that takes seconds: torch comes with it.
+COMMANDS = {
+    "demo": Command(
+        "demo",
+        "Clean a label set of which 40 % is wrong: accuracy before and after, and the wrong labels found. About 15 s.",
+    ),
+    "list": Command("list_names", "Methods, inverses, tasks and executions, each with one line."),
+    "run": Command(
+        "run",
+        "Solve a task by a method. --out writes result.json, history.jsonl, curve.png and the task's own pictures.",
+    ),
+    "check": Command(
+        "check",
+        "Error, time and memory of inverses at the solved inner problem of a task. --set also takes cg.steps=100.",
+    ),
+    "bench": Command(
+        "bench",
+        "Time an outer step of a method under several executions, and compare what they find with the inline run.",
+    ),
+    "clean": Command(
+        "clean",
+        "Find mislabelled rows. --out has every row in its order, with weight, suspect and suggested_label added.",
+    ),
+    "data": Command("data", "Download image sets."),
+}
+
+
+class Program(TyperGroup):
+    """A group of commands that never ends in a traceback for what a user can cause."""
+
+    given: list[str]
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of all commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """What help and completion tell of a command, without importing it."""
+        known = COMMANDS.get(cmd_name)
+        return None if known is None else TyperCommand(cmd_name, help=known.summary)
+
+    def loaded(self, name: str) -> Any:
+        """The command itself."""
+        found = getattr(import_module(f"nhgd.cli.{name}"), COMMANDS[name].function)
+        if isinstance(found, typer.Typer):
+            command: Any = get_group(found)
+        else:
+            alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+            alone.command(name)(found)
+            command = get_command(alone)
+        command.name = name
+        return command
+
+    def main(self, args: Any = None, *more: Any, **extra: Any) -> Any:
+        """Run a command and exit."""
+        self.given = given = list(sys.argv[1:] if args is None else args)
+        extra["standalone_mode"] = False  # the exceptions come here instead of being printed there
+        with warnings.catch_warnings(), nullcontext() if started_by_someone() else signals.raised():
+            warnings.showwarning = _show_warning
+            try:
+                _refuse_empty(given)
+                code = super().main(given, *more, **extra)
+                sys.stdout.flush()  # so that what fails, fails here
+            except InputError as error:
+                code = _fail(str(error), 2, given)
+            except RunError as error:
+                code = _fail(str(error), 1, given)
+            except KeyboardInterrupt as stop:
+                code = _interrupted(given, stop)
+            except BrokenPipeError:
+                mute()  # the reader went away, as `| head` does
+                code = 1
+            except OSError as error:
+                code = _fail(_refused(error), 1, given)
+            except Exception as error:
+                # Typer's own errors, whose classes live in click or in typer, depending on its version.
+                if type(error).__name__ == "Abort":
+                    code = _interrupted(given)
+                elif hasattr(error, "format_message"):
+                    code = _fail(_usage(error), 2, given)
+                else:
+                    from nhgd._memory import out_of_memory  # and torch, which is there by now if it is its error
+
+                    full = out_of_memory(error)
+                    if full is None:
+                        raise
+                    code = _fail(full, 1, given)
+        if code and started_by_someone():
+            # Threads that wait for a lost process inside torch could hold up an orderly end.
+            with suppress(OSError):
+                sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        sys.exit(code or 0)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; Ctrl-C is noted here, before Typer makes something else of it."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            raise typer.Exit(_interrupted(self.given, stop)) from None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command, or say which one may have been meant."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            raise unknown("command", args[0], self.list_commands(ctx))
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else self.loaded(name), rest
+
+
+def _usage(error: Any) -> str:
+    """One sentence from an error of the argument parser."""
+    name = getattr(error, "option_name", None)
+    if type(error).__name__ == "NoSuchOption":
+        near = getattr(error, "possibilities", None) or []
+        return f"There is no option {name}.{f' Did you mean {near[0]}?' if near else ''}"
+    return str(error.format_message())
+
+
+def _refuse_empty(given: list[str]) -> None:
+    """An option with nothing as its value would mean the current folder, or the default, without a word."""
+    for before, argument in zip(["", *given], given, strict=False):
+        if not argument or (argument.startswith("--") and argument.endswith("=") and argument.count("=") == 1):
+            name = argument.rstrip("=") or (before if before.startswith("-") else "An argument")
+            raise InputError(f"{name} is empty. Give it a value, or leave it away.")
+
+
+def _refused(error: OSError) -> str:
+    """What the files of a command may do is said where they are opened; this is the machine, or standard output."""
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EFBIG, errno.EDQUOT):
+        mute()
+        return f"Standard output could not be written: {error.strerror}."
+    return f"The system refused:{f' {error.filename}' if error.filename else ''} {error.strerror or error}."
+
+
+def _fail(sentence: str, code: int, given: list[str]) -> int:
+    sentence = printable(sentence)
+    print(f"Error: {sentence}", file=sys.stderr)
+    if "--json" in given and os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+        with suppress(OSError):
+            print(json.dumps({"error": sentence}))
+            sys.stdout.flush()
+    return code
+
+
+def _interrupted(given: list[str], stop: KeyboardInterrupt | None = None) -> int:
+    number = signals.number_of(stop or KeyboardInterrupt())
+    sentence = f"Stopped by {signals.name_of(number)}. {str(stop or '') or 'Nothing was written.'}"
+    return _fail(sentence, 128 + number, given)
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"Warning: {printable(str(message))}", file=sys.stderr)
+
+
+app = typer.Typer(
+    cls=Program,
+    name="nhgd",
+    help="Bilevel optimisation: clean noisy labels, choose a ridge, and check any method against the exact hypergradient.",
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback(invoke_without_command=True)
+def program(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """The options that stand before a command."""
+    if version:
+        print(f"nhgd {nhgd.__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help(), file=sys.stderr)
+        raise typer.Exit(2)

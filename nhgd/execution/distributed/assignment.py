@@ -1,0 +1,102 @@
+"""Which curvature rank keeps which parameters, and what of a record each of them is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from urllib.parse import unquote
+
+import torch
+from torch import Tensor
+
+from nhgd.errors import InputError
+from nhgd.inverse._learned.kronecker import AbstractKronecker, layer_shapes
+from nhgd.inverse.base import AbstractInverse
+from nhgd.record import InnerRecord, LayerStatistics
+from nhgd.variable import Variable
+
+
+class Division:
+    """Layers over curvature ranks, by the cost of their eigendecompositions; everything to one rank where there is one.
+
+    Args:
+        inverse: what is divided; only Kronecker-factored ones can be.
+        theta: the parameters.
+        parts: how many ranks there are.
+    """
+
+    def __init__(self, inverse: AbstractInverse, theta: Variable, parts: int) -> None:
+        self.parts = parts
+        self._places = theta.slices()
+        self._sizes = dict(zip(theta.names, theta.sizes, strict=True))
+        self._numel = theta.numel
+        self.owner = dict.fromkeys(theta.names, 0)
+        if parts == 1:
+            return
+        if not isinstance(inverse, AbstractKronecker):
+            raise InputError(
+                f"{inverse.name} keeps one state for all parameters, which cannot be divided over {parts} curvature ranks. Use"
+                " curvature_ranks=1, or kfac or ekfac, which are divided by layers."
+            )
+        layers = layer_shapes(theta)
+        if theta.root is None or len(layers) < parts:
+            raise InputError(
+                f"There are {parts} curvature ranks and {len(layers) if theta.root is not None else 0} Linear or Conv2d layers"
+                " to divide among them. Use fewer curvature ranks."
+            )
+        costs = {names: groups * (out**3 + columns**3) for names, (groups, out, columns) in layers.items()}
+        loads = [0] * parts
+        for names in sorted(costs, key=lambda names: -costs[names]):
+            part = loads.index(min(loads))
+            loads[part] += costs[names]
+            self.owner.update(dict.fromkeys(names, part))
+
+    def share(self, record: InnerRecord, part: int) -> InnerRecord:
+        """What one rank needs of a record."""
+        if self.parts == 1 or not isinstance(record, LayerStatistics):
+            return record
+        layers = tuple(layer for layer in record.layers if self.owner[layer.weight] == part)
+        names = tuple(name for name in record.other_names if self.owner[name] == part)
+        rows = None
+        if record.other_rows is not None and names:
+            sizes = [self._sizes[name] for name in record.other_names]
+            pieces = dict(zip(record.other_names, record.other_rows.split(sizes, dim=1), strict=True))
+            rows = torch.cat([pieces[name] for name in names], dim=1)
+        return replace(record, layers=layers, other_names=names, other_rows=rows)
+
+    def gather(self, vector: Tensor, part: int) -> Tensor:
+        """The coordinates of a vector (D,) that a rank keeps."""
+        if self.parts == 1:
+            return vector
+        own = [vector[place] for name, place in self._places.items() if self.owner[name] == part]
+        return torch.cat(own) if own else vector[:0]
+
+    def scatter(self, pieces: Sequence[Tensor]) -> Tensor:
+        """A vector (D,) from what `gather` gave for every rank."""
+        if self.parts == 1:
+            return pieces[0]
+        found = torch.zeros(self._numel, dtype=pieces[0].dtype, device=pieces[0].device)
+        for part, piece in enumerate(pieces):
+            self.spread(piece, part, found)
+        return found
+
+    def spread(self, piece: Tensor, part: int, into: Tensor) -> Tensor:
+        """Write what `gather` gave for a rank into a vector (D,)."""
+        if self.parts == 1:
+            return into.copy_(piece)
+        places = [place for name, place in self._places.items() if self.owner[name] == part]
+        for place, values in zip(places, piece.split([p.stop - p.start for p in places]), strict=True):
+            into[place] = values
+        return into
+
+    def own(self, tensors: Mapping[str, Tensor], part: int) -> dict[str, Tensor]:
+        """Of the tensors of a state (`State.tensors`), those that a rank keeps."""
+        if self.parts == 1:
+            return dict(tensors)
+        found = {}
+        for path, tensor in tensors.items():
+            field, *rest = path.split("/")
+            name = unquote(rest[0].removesuffix("#int").removesuffix("#float")) if rest else None
+            if field in ("starts", "sizes") or name is None or self.owner.get(name, 0) == part:
+                found[path] = tensor
+        return found

@@ -1,0 +1,1 @@
+"""What the iterative solvers are made of."""

@@ -1,0 +1,1 @@
+"""What the inverses that learn from inner steps are made of."""

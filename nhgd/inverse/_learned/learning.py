@@ -1,0 +1,33 @@
+"""Teaching an online inverse from batches, at one fixed point."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from nhgd._autocast import set_aside
+from nhgd._recording.recorder import Recorder
+from nhgd.data.batch import Batch
+from nhgd.inverse.base import AbstractInverse
+from nhgd.oracle import OracleCalls
+from nhgd.problem import Bilevel
+
+
+def learn(
+    inverse: AbstractInverse,
+    problem: Bilevel,
+    batches: Iterable[Batch],
+    seed: int = 0,
+    calls: OracleCalls | None = None,
+) -> Any:
+    """The state of `inverse` after it has observed one inner gradient for each batch. theta does not move."""
+    state = inverse.init(problem.theta)
+    if inverse.records is None:
+        return state
+    recorder = Recorder(problem, inverse.records, inverse.fisher, calls, inverse.couples)
+    with set_aside(), problem.guarded(seed):
+        for batch in batches:
+            record = recorder.step(batch).record
+            assert record is not None
+            state = inverse.observe(state, record)
+    return state

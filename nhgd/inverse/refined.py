@@ -1,0 +1,195 @@
+"""A few Hessian products on top of any inverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, final, get_args
+
+import torch
+from torch import Tensor
+
+from nhgd.errors import InputError, counted, not_negative, unknown
+from nhgd.inverse._krylov.beginning import begin
+from nhgd.inverse._krylov.curvature import Curvature
+from nhgd.inverse._krylov.least_residual import LeastResidual
+from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.kfac import KFAC
+from nhgd.oracle import Oracle
+from nhgd.record import FisherKind, InnerRecord, RecordKind
+from nhgd.variable import Variable
+
+Matrix = Literal["hessian", "ggn"]
+
+
+@final
+@dataclass(frozen=True)
+class Refined(AbstractInverse):
+    """Any inverse, made near-exact by a few preconditioned CG steps on the true Hessian.
+
+    With M^{-1} the given inverse:
+
+        r = u - H x,  z = M^{-1} r,  p = z
+        repeat:  alpha = r.z / p.Hp;  x += alpha p;  r_new = r - alpha Hp;  z_new = M^{-1} r_new
+                 p = z_new + (r_new.z_new / r.z) p
+
+    One step from zero gives x = alpha M^{-1} u, the cheap correction of the scale of M. Products run over the batches of
+    the point: one, several or all data. It stops early on negative curvature, and `notes["negative_curvature"]` is True; and,
+    as in `CG`, a curvature of rounding size that leads to no smaller residual means that what is left of u, `notes["outside"]`,
+    lies outside of the range of H. x is then the iterate of least residual; on negative curvature in the very first step it is M^{-1} u itself, shortened where its
+    product is more than ten times as long as u.
+
+    Args:
+        inverse: what preconditions; one that learns is fed by the inner steps as it would be alone. It must be symmetric
+            and positive.
+        steps: products at most.
+        matrix: "hessian", or "ggn" for the generalised Gauss-Newton matrix, which never has negative curvature when the
+            loss is convex in the model's outputs.
+        tol: relative residual at which to stop.
+
+    >>> Refined(KFAC(damping=1e-3), steps=3).products
+    3
+
+    References: J. Nocedal, S. J. Wright, Numerical Optimization, 2006, algorithm 5.3 (preconditioned CG).
+    Deviations: 1. the iterate of least residual is the best combination of iterates (`LeastResidual`).
+    """
+
+    name: ClassVar[str] = "refined"
+    steps_field: ClassVar[str | None] = "steps"
+    inverse: AbstractInverse = field(default_factory=KFAC)
+    steps: int = 5
+    matrix: Matrix = "hessian"
+    tol: float = 1e-10
+
+    def __post_init__(self) -> None:
+        counted("Refined", steps=self.steps)
+        not_negative("Refined", tol=self.tol)
+        if self.matrix not in get_args(Matrix):
+            raise unknown("matrix of Refined", self.matrix, get_args(Matrix))
+        if isinstance(self.inverse, Refined):
+            raise InputError("Refined cannot refine itself: give it more steps instead.")
+
+    @property
+    def label(self) -> str:
+        """refined(INVERSE, STEPS)."""
+        return f"refined({self.inverse.label}, {self.steps})"
+
+    @property
+    def records(self) -> RecordKind | None:
+        """Those of the inverse inside."""
+        return self.inverse.records
+
+    @property
+    def reduces(self) -> bool:
+        """As the inverse inside does."""
+        return self.inverse.reduces
+
+    @property
+    def couples(self) -> bool:
+        """As the inverse inside does."""
+        return self.inverse.couples
+
+    @property
+    def fisher(self) -> FisherKind:
+        """That of the inverse inside."""
+        return self.inverse.fisher
+
+    def init(self, theta: Variable) -> Any:
+        """The state of the inverse inside."""
+        return self.inverse.init(theta)
+
+    def begin(self, state: Any) -> Any:
+        """As the inverse inside begins."""
+        return self.inverse.begin(state)
+
+    def needs_record(self, step: int) -> bool:
+        """As the inverse inside wants."""
+        return self.inverse.needs_record(step)
+
+    def observe(self, state: Any, record: InnerRecord) -> Any:
+        """As the inverse inside observes."""
+        return self.inverse.observe(state, record)
+
+    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+        """Iterate from `start` where it is better than zero, or from zero."""
+        before = at.calls.hvps
+        product = at.hvp if self.matrix == "hessian" else at.ggn
+        precondition = self.inverse.operator(state, at)
+        size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
+        x, r = begin(u, product, start)
+        untouched = not bool(x.any())
+        z = precondition(r)
+        p = z.clone()
+        rz = float(r.dot(z))
+        best, seen = LeastResidual(x, r), Curvature("Refined", u.dtype)
+        taken, hp = 0, z
+        while best.length / size > self.tol and taken < self.steps:
+            hp = product(p)
+            taken += 1
+            going = seen.positive(p, hp, taken)
+            if seen.vanished:
+                best.doubt()
+            if not going:
+                break
+            if not rz > 0:  # a positive inverse never gives this, one made from a Hessian with negative curvature may
+                seen.negative, seen.vanished = rz < 0, rz == 0
+                if seen.vanished:
+                    best.doubt()
+                break
+            alpha = rz / seen.last
+            x.add_(p, alpha=alpha)
+            r.sub_(hp, alpha=alpha)
+            length = float(r.norm())
+            if best.lost(length):
+                break
+            best.note(x, r, length)
+            if best.length / size <= self.tol or taken == self.steps:
+                break
+            z = precondition(r)
+            rz, old = float(r.dot(z)), rz
+            p = z + (rz / old) * p
+        found, length = (best.x, best.length) if seen.negative else best.unless_sound(x, float(r.norm()), size)
+        if seen.vanished and not seen.negative:
+            found, length, real = best.confirmed(found, lambda x: u - product(x))
+            seen.vanished = not real
+        said = seen.notes(found, length, size)
+        residual = length / size
+        if seen.negative and untouched and taken == 1:
+            length = float(hp.norm())
+            shrink = 1.0 if length <= 10 * size else size / length
+            found, residual = shrink * z, float((r - shrink * hp).norm()) / size
+        notes = {"iterations": taken, **said, "inverse": self.inverse.name}
+        return found, SolveStats(residual, at.calls.hvps - before, residual <= self.tol, notes)
+
+    def operator(self, state: Any, at: Oracle) -> Callable[[Tensor], Tensor]:
+        """What the inverse inside gives: a preconditioner needs no products of its own."""
+        return self.inverse.operator(state, at)
+
+    def damped(self, damping: float) -> AbstractInverse:
+        """The inverse inside, damped."""
+        return replace(self, inverse=self.inverse.damped(damping))
+
+    @property
+    def overhead(self) -> float | None:
+        """That of the inverse inside."""
+        return getattr(self.inverse, "overhead", None)
+
+    def with_periods(self, **seconds: float) -> AbstractInverse:
+        """The inverse inside with its periods chosen."""
+        inner: Any = self.inverse
+        return replace(self, inverse=inner.with_periods(**seconds))
+
+    def memory(self, theta: Variable) -> int:
+        """The inverse inside, x, r, z, p and Hp, and the best x and r."""
+        return self.inverse.memory(theta) + vector_bytes(theta, 7)
+
+    def warnings_for(self, theta: Variable) -> list[str]:
+        """Those of the inverse inside."""
+        return self.inverse.warnings_for(theta)
+
+    @property
+    def products(self) -> int | None:
+        """At most `steps`, one more to try a given start, one where the curvature is of rounding size, and those of the inverse
+        inside at each step."""
+        inside = self.inverse.products
+        return None if inside is None else self.steps * (1 + inside)

@@ -1,0 +1,1 @@
+"""What an algorithm acts on, and the parts that several algorithms share."""

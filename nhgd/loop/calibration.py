@@ -1,0 +1,55 @@
+"""How often curvature can be refreshed within a share of the inner step's time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nhgd._memory import synchronise
+from nhgd._recording.recorder import Recorder
+from nhgd.data_parallel import Shard
+from nhgd.inverse import AbstractInverse, Refined
+from nhgd.loop.loop import Loop
+from nhgd.oracle import OracleCalls
+
+
+def calibrated(loop: Loop) -> AbstractInverse | None:
+    """The loop's inverse, with its periods chosen by measurement when it has an `overhead` to keep to.
+
+    What was chosen is in the inverse that is returned, and so in the run's stats: giving it back repeats the run.
+    """
+    inverse: Any = loop.inverse
+    if inverse is None or getattr(inverse, "overhead", None) is None:
+        return loop.inverse
+    learner: Any = inverse.inverse if isinstance(inverse, Refined) else inverse
+    problem = loop.problem
+    part = loop.divided("inner", loop.inner.peek())  # the run itself draws as if nobody had looked
+    batch = part.batch if isinstance(part, Shard) else part
+    calls = OracleCalls()  # measuring is no part of the run's work
+    plain = Recorder(problem, calls=calls)
+    recording = Recorder(problem, inverse.records, inverse.fisher, calls, inverse.couples)
+    with problem.guarded(seed=0):
+        state = inverse.observe(inverse.init(problem.theta), recording.step(batch).record)
+        inner = _median(lambda: plain.step(batch), problem.theta.device)
+        both = _median(lambda: inverse.observe(state, recording.step(batch).record), problem.theta.device)
+        layers = state.inputs if hasattr(learner, "decomposed") else ()
+        invert = _median(lambda: [learner.decomposed(state, layer) for layer in layers], problem.theta.device)
+    # The first worker's clock decides for all. They divide the decompositions among them.
+    inner, both, invert = (loop.team.agreed(seconds) for seconds in (inner, both, invert / loop.team.size))
+    chosen: AbstractInverse = inverse.with_periods(
+        inner_seconds=inner, factor_seconds=max(both - inner, 1e-9), invert_seconds=invert
+    )
+    return loop.executor.agreed(chosen)
+
+
+def _median(work: Callable[[], Any], device: Any, times: int = 5) -> float:
+    work()
+    found = []
+    for _ in range(times):
+        synchronise(device)
+        started = time.perf_counter()
+        work()
+        synchronise(device)
+        found.append(time.perf_counter() - started)
+    return sorted(found)[times // 2]

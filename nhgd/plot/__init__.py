@@ -1,0 +1,1 @@
+"""Pictures: all that is drawn with Matplotlib, and images without it."""

@@ -1,0 +1,1 @@
+"""The settings with which the experiments of the paper are run."""

@@ -1,0 +1,249 @@
+"""Control of a heated plate by a network that solves the heat equation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, final
+
+import torch
+from torch import Tensor
+
+from nhgd._solver import Solution
+from nhgd.algorithm import NHGD
+from nhgd.data.loader import Data
+from nhgd.errors import InputError, counted, not_negative, positive, unknown
+from nhgd.inverse import FisherWindow
+from nhgd.plot.heat import draw_control, draw_state
+from nhgd.schedule import Decay, Rate
+from nhgd.task._inner_solver import adam, gauss_newton
+from nhgd.task.base import AbstractTask, Instance
+from nhgd.task.pde.heat import END, NODES, SIDE, Heat, QuadraticForm, continuous, grid, on_grid, state, target
+from nhgd.task.pde.jet import JetNet, TanhNet
+
+FRESH = 1000  # after the seed: points that were not trained on
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The control's true value without any network: on the reference grid and over the whole domain."""
+
+    on_grid: QuadraticForm
+    continuous: QuadraticForm
+
+    def control(self, v: TanhNet) -> Tensor:
+        """The control at the 201 times, in float64 on the CPU."""
+        weight = next(v.parameters())
+        with torch.no_grad():
+            found: Tensor = v(self.on_grid.times[:, None].to(weight))[:, 0].double().cpu()
+        return found
+
+    def values(self, v: TanhNet) -> dict[str, float]:
+        """Both readings of the objective."""
+        f = self.control(v)
+        return {"true_objective_grid": self.on_grid.value(f), "true_objective": self.continuous.value(f)}
+
+
+@final
+@dataclass(frozen=True)
+class PDE(AbstractTask):
+    """Control of the 2D heat equation: a source f(t) that makes the temperature follow a target.
+
+        inner: mean ( u_t - nu (u_xx + u_yy) - f )^2  +  mean u^2 on the sides  +  mean u^2 at t = 0
+        outer: mean ( u - u_ref )^2,     u_ref = 16 x (1 - x) y (1 - y) sin(pi t),  on [0, 1]^2 x [0, 2]
+
+    theta is a network for u, v one for f, both with tanh. What is reported beside the network's own value of the objective
+    (objective_net) is the true one, from a solution of the equation with the learnt f: on the 11 x 11 x 201 grid of the
+    public reference code (true_objective_grid), the reading nearest to the paper's figures, and over the whole domain
+    (true_objective). u is linear in f, so both have a least value that no control can beat.
+
+    Of nhgd the inverse is the exact Fisher matrix in residual space, observed once an outer step.
+
+    Args:
+        nu: the conductivity. The paper does not tell it.
+        interior, side, initial: points inside, on each of the four sides, and at t = 0.
+        width, depth: of the network for u; control_width, control_depth: of the one for f.
+        times: nodes in time of the outer points, which otherwise are those of the reference grid.
+        inner: "natural": nhgd takes `natural_steps` Levenberg-Marquardt steps an outer step; "adam": `inner_steps` of
+            Adam, as every other method does under either.
+        pretraining: steps of that kind before the first outer step, at the first f.
+        damping: of the inverse.
+        floor: the least damping of natural steps; the smaller, the better the points are met and the worse what lies
+            between them.
+        outer_lr, hold: Adam's step for f, falling to a twentieth after `hold` of the run; 1 for never.
+        clip: the largest norm of a hypergradient.
+        steps: outer steps when the user does not say.
+        dtype: "float32" or "float64".
+    """
+
+    name: ClassVar[str] = "pde"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "default": {},
+        "quick": {
+            "interior": 512,
+            "side": 48,
+            "initial": 64,
+            "width": 20,
+            "depth": 3,
+            "times": 21,
+            "pretraining": 60,
+            "steps": 200,
+        },
+        "paper": {
+            "interior": 1024,
+            "inner": "adam",
+            "pretraining": 2000,
+            "outer_lr": 0.01,
+            "hold": 1.0,
+            "clip": 1.0,
+            "steps": 500,
+        },
+    }
+    nu: float = 1e-3
+    interior: int = 2048
+    side: int = 256
+    initial: int = 256
+    width: int = 64
+    depth: int = 4
+    control_width: int = 32
+    control_depth: int = 2
+    times: int = NODES
+    inner: Literal["natural", "adam"] = "natural"
+    natural_steps: int = 1
+    inner_steps: int = 50
+    inner_lr: float = 1e-3
+    pretraining: int = 100
+    damping: float = 1e-4
+    floor: float = 1e-6
+    outer_lr: float = 0.01
+    hold: float = 1 / 3
+    clip: float = 0.1
+    steps: int = 1000
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        positive(
+            "pde", nu=self.nu, inner_lr=self.inner_lr, damping=self.damping, outer_lr=self.outer_lr, clip=self.clip
+        )
+        not_negative("pde", floor=self.floor, hold=self.hold)
+        counted(
+            "pde",
+            **{
+                name: getattr(self, name)
+                for name in (
+                    *("interior", "side", "initial", "width", "depth", "control_width", "control_depth"),
+                    *("natural_steps", "inner_steps", "steps"),
+                )
+            },
+        )
+        if self.pretraining < 0:
+            raise InputError(f"pde: pretraining must be 0 or more, got {self.pretraining}.")
+        if self.times < 2:
+            raise InputError(f"pde: times must be at least 2, got {self.times}.")
+        for name, known in (("inner", ("natural", "adam")), ("dtype", ("float32", "float64"))):
+            if getattr(self, name) not in known:
+                raise unknown(f"{name} of pde", getattr(self, name), known)
+
+    @property
+    def threads(self) -> int | None:
+        """One where the net is small: its arrays are not worth sharing, and threads that wait for a busy core spin."""
+        points = self.interior + 4 * self.side + self.initial
+        return 1 if points * self.width < 50_000 else None
+
+    def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
+        """Draw the points, make the networks and train the state for the first control."""
+        self.refuse_data(data)
+        dtype = getattr(torch, self.dtype)
+        heat = Heat(self.nu, self.interior, self.side, self.initial)
+        net = heat.net([self.width] * self.depth, seed).to(device, dtype)
+        control = TanhNet((1, *[self.control_width] * self.control_depth, 1), seed + 1).to(device, dtype)
+        problem = heat.problem(net, control)
+        points = heat.collocation((seed,), device, dtype)
+        fresh = heat.collocation((seed, FRESH), device, dtype)
+        outer_points = grid(SIDE, self.times).to(device, dtype)
+        full_outer = (outer_points, target(*outer_points.T))
+        reference = grid(SIDE, NODES).to(device, dtype)
+        truth = Truth(on_grid(self.nu), continuous(self.nu))
+        if self.inner == "natural":
+            gauss_newton(problem, points, self.pretraining, floor=self.floor, seed=seed)
+        else:
+            adam(problem, points, self.pretraining, self.inner_lr)
+
+        def metrics(theta: JetNet, v: TanhNet) -> dict[str, float]:
+            return truth.values(v)
+
+        def summary(solution: Solution) -> dict[str, float]:
+            with torch.no_grad():
+                found = net(reference)
+                on_fresh = heat.inner(net, control, fresh)
+                losses = {
+                    "outer_loss": float(problem.outer_value(full_outer)),
+                    "inner_loss": float(problem.objective(points)),
+                    "objective_net": float((found - target(*reference.T)).square().mean()),
+                }
+            true = state(self.nu, truth.control(control), SIDE).flatten()
+            return {
+                **losses,
+                **truth.values(control),
+                "lower_bound_grid": truth.on_grid.bound(),
+                "lower_bound": truth.continuous.bound(),
+                "state_error": float((found.double().cpu() - true).square().mean()),
+                "fresh_loss": float(on_fresh.mean()),
+                **{
+                    f"fresh_{name}": float(on_fresh.values[fresh[1] == kind].mean())
+                    for kind, name in enumerate(("interior", "sides", "initial"))
+                },
+            }
+
+        def pictures(folder: Path) -> list[Path]:
+            f = truth.control(control)
+            with torch.no_grad():
+                learnt = net(grid(41, 9).to(device, dtype)).double().cpu().reshape(41, 41, 9)
+            true = state(self.nu, f, 41)[:, :, :: (NODES - 1) // 8]
+            shown = [2, 4, 6]  # of nine times
+            times = torch.linspace(0, END, 9, dtype=torch.float64)[shown]
+            line = torch.linspace(0, 1, 41, dtype=torch.float64)
+            wanted = target(*torch.meshgrid(line, line, times, indexing="ij"))
+            return [
+                draw_control(folder / "control.png", truth.on_grid, truth.continuous, f),
+                draw_state(folder / "state.png", learnt[:, :, shown], true[:, :, shown], wanted, times.tolist()),
+            ]
+
+        inverse = FisherWindow(
+            window=len(points[0]), fisher="exact", records="sample", damping=self.damping, allow_large=True
+        )
+        nhgd = NHGD(inverse, observe="end")
+        if self.inner == "natural":
+            nhgd = NHGD(
+                inverse,
+                observe="end",
+                inner="natural",
+                natural_steps=self.natural_steps,
+                natural_floor=self.floor,
+            )
+        outer_lr: Rate = self.outer_lr if self.hold >= 1 else Decay(self.outer_lr, final=0.05, hold=self.hold)
+        solver = {
+            "inner_steps": self.inner_steps,
+            "inner_lr": self.inner_lr,
+            "inner_optimizer": torch.optim.Adam,
+            "outer_lr": outer_lr,
+            "outer_optimizer": torch.optim.Adam,
+            "outer_clip": self.clip,
+        }
+        return Instance(
+            problem,
+            Data(*points),
+            Data(*full_outer),
+            solver,
+            "nhgd",
+            self.steps,
+            metrics,
+            summary,
+            points,
+            full_outer,
+            lambda: gauss_newton(problem, points, 200, floor=self.floor, seed=seed),
+            truth,
+            methods={"nhgd": nhgd},
+            pictures=pictures,
+        )
