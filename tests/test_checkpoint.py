@@ -524,7 +524,7 @@ def test_damaged_files_are_refused(tmp_path):
         ("run.json", rest.replace(b'"step": 3', b'"step": 4'), "run.json is damaged"),
         ("run.json", b"[]", "it is no checkpoint of nhgd"),
         ("run.json", b"\xff\xfe", "run.json is damaged"),
-        ("run.json", rest.replace(b'"version": 2', b'"version": 3'), "has version 3 of the checkpoint's format"),
+        ("run.json", rest.replace(b'"version": 3', b'"version": 4'), "has version 4 of the checkpoint's format"),
         ("run.json", None, "cannot be read: No such file"),
     ):
         for other, content in good.items():

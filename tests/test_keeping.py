@@ -408,7 +408,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(damage, a_run, tmp_pa
 def test_a_version_of_the_future_is_not_walked_past(tmp_path):
     kind = kept(tmp_path / "a")
     file = newest(tmp_path / "a")[1] / "run.json"
-    file.write_text(file.read_text().replace('"version": 2', '"version": 3'))
+    file.write_text(file.read_text().replace('"version": 3', '"version": 4'))
     with pytest.raises(nhgd.InputError, match="has version 3 of the checkpoint's format"):
         kind.resumed(tmp_path / "a")
 
