@@ -11,8 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
@@ -23,9 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nhgd.data.batch import Batch, common_length, transform
-from nhgd.errors import InputError, NhgdError, RunError, positive
+from nhgd.errors import InputError, RunError, positive
 
-_LOSS = re.compile(r"gloo|\bpeer\b|\bpair\b|connection|socket|broken pipe|time(d )?out", re.IGNORECASE)
 RANK_SEED = 0x9E3779B97F4A7C15  # far apart, so that the seeds of one worker are never those of another
 
 
@@ -201,24 +199,16 @@ class Team(AbstractTeam):
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each tensor summed over the workers; all of one dtype travel together. Those given stay as they are."""
-        return self.summing(tensors)()
-
-    def summing(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to sum; what is returned waits for it. Between the two, other things may be done, in the same order everywhere."""
         works = []
         for places in _by_dtype(tensors).values():
             flat = self._packed([tensors[i] for i in places])
             works.append((places, flat, self._start(dist.all_reduce, flat)))
             self._count(flat)
-
-        def wait() -> list[Tensor]:
-            found: dict[int, Tensor] = {}
-            for places, flat, work in works:
-                self._wait(work)
-                found |= dict(zip(places, _unpacked(flat, [tensors[i] for i in places]), strict=True))
-            return [found[i] for i in range(len(tensors))]
-
-        return wait
+        found: dict[int, Tensor] = {}
+        for places, flat, work in works:
+            self._wait(work)
+            found |= dict(zip(places, _unpacked(flat, [tensors[i] for i in places]), strict=True))
+        return [found[i] for i in range(len(tensors))]
 
     def mean(self, tensors: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor]:
         """The mean over the samples of a batch from each worker's mean over its own."""
@@ -351,20 +341,6 @@ class Team(AbstractTeam):
             raise self._lost(str(error)) from error
         if done is False:
             raise self._lost("it did not answer in time")
-
-    @contextmanager
-    def translating_peer_errors(self, own: Sequence[BaseException] = ()) -> Iterator[None]:
-        """Where something else than a team waits for the others: what that says of their loss becomes a sentence.
-
-        Errors that are listed in `own` by then are nobody else's.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            told = isinstance(error, dist.DistError) or _LOSS.search(str(error)) is not None
-            if not told or isinstance(error, NhgdError) or error in own:
-                raise
-            raise self._lost(str(error)) from error
 
     def _lost(self, why: str) -> RunError:
         """What to say when others do not answer."""

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from nhgd._reducer import Reducer
-from nhgd.data_parallel import Team
 from nhgd.errors import InputError
 
 Given: TypeAlias = Tensor | dict[str, Tensor] | nn.Module
@@ -45,10 +43,9 @@ class Variable:
         self.root: nn.Module | None = None
         self._given: Given = given
         self._frozen: dict[str, Tensor] = {}
-        wrapper = None
         if isinstance(given, nn.Module):
             # torch.compile and DistributedDataParallel wrap a module; names and leaves are those of the module inside.
-            self.root, self._given, wrapper = _inside(given), _unparalleled(given), _parallel(given)
+            self.root, self._given = _inside(given), _unparalleled(given)
             named: dict[str, Tensor] = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
         elif isinstance(given, Tensor):
             named = {role: given}
@@ -92,15 +89,6 @@ class Variable:
                 for name, parameter in module._parameters.items():
                     if parameter is not None and id(parameter) in position:
                         self._places[position[id(parameter)]].append((module, name))
-
-        self.reducer = None if wrapper is None else Reducer(wrapper, self.names, self.leaves)
-
-    def parallelise(self, team: Team) -> None:
-        """Wrap the module in DistributedDataParallel for a team, unless it came in a wrapper. It stays what was given."""
-        if isinstance(self._given, nn.Module) and _parallel(self.given) is None:
-            with team.translating_peer_errors():
-                wrapper = DistributedDataParallel(self._given, process_group=team.group)
-            self.reducer = Reducer(wrapper, self.names, self.leaves)
 
     def _trainable(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in given.items():
@@ -269,7 +257,7 @@ def _parallel(module: object) -> DistributedDataParallel | None:
 
 
 def _unparalleled(module: nn.Module) -> nn.Module:
-    """The module without DistributedDataParallel, whose forward pass belongs to inner steps alone; as compiled as it was."""
+    """The module without DistributedDataParallel, whose gradients a team sums itself; as compiled as it was."""
     wrapper = _parallel(module)
     if wrapper is None:
         return module

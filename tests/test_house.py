@@ -29,7 +29,6 @@ ORDER = """
     plot
     data likelihood
     data_parallel
-    _reducer
     variable
     problem
     oracle

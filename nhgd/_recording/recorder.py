@@ -3,8 +3,7 @@
 This is the only place where modules have hooks. They live for one inner step: one forward hook notes the input of every Linear
 and Conv2d whose weight belongs to theta, and the place in the autograd graph where its output was made, so that the
 same backward pass that gives the gradient also gives the score of every sample at every layer. Noting the place in the
-graph instead of the output tensor keeps in-place activations harmless. Under DistributedDataParallel `Reducer` makes that
-backward pass, and the gradient that comes out of it is that of all workers.
+graph instead of the output tensor keeps in-place activations harmless.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from nhgd._autocast import set_aside
 from nhgd._randomness import standing, unmoved
 from nhgd._recording.accounting import Call, Scores, check_independent, elsewhere, fits, held, walked
 from nhgd._recording.per_sample import OneSampleGradients
-from nhgd._reducer import Reducer
 from nhgd.data.batch import Batch
-from nhgd.data_parallel import Shard, Team
+from nhgd.data_parallel import Shard
 from nhgd.errors import InputError
 from nhgd.likelihood import resolve
 from nhgd.oracle import OracleCalls
@@ -144,19 +142,10 @@ class Recorder:
         if self._tapping:
             self._records += 1
             self._refuse_batchnorm()
-        reducer = theta.reducer if part is not None else None
         with torch.enable_grad():
-            if part is not None and reducer is not None and reducer.serves(part.team):
-                found = self._reduced(part, reducer)
-            else:
-                found = self._passed(batch)
-                if part is not None:
-                    if reducer is not None:
-                        unused = [name for name, g in zip(theta.names, found.data, strict=True) if g is None]
-                        reducer.consider(part.team, unused)
-                        if reducer.serves(part.team):
-                            self._follow_first(part.team, reducer)
-                    self._sum(part, found)
+            found = self._passed(batch)
+            if part is not None:
+                self._sum(part, found)
             losses, calls = found.losses, found.calls
             samples = losses.samples(batch) if part is None else part.total
             seeds = self._seeds(losses)
@@ -311,53 +300,10 @@ class Recorder:
         self._forms[form] = {call.weight for call in found.calls} - seen
         return wrong
 
-    def _reduced(self, part: Shard, reducer: Reducer) -> _Pass:
-        """The same, by DistributedDataParallel: the loss and the gradient are those of the whole batch."""
-        team, buffers = part.team, self.problem.theta.named_buffers
-        factor = part.share * team.size  # the wrapper takes the mean over workers, whose parts may differ in size
-        kept: list[tuple[_Pass, bool]] = []
-
-        def loss() -> Tensor:
-            before = [(id(buffer), buffer._version) for buffer in buffers().values()]
-            found = self._forward(part.batch)
-            value = found.losses.mean()
-            moved = before != [(id(buffer), buffer._version) for buffer in buffers().values()]
-            found.value = value.detach()
-            kept.append((found, moved))
-            return value * factor
-
-        with reducer.translating_peer_errors(team):
-            whole = reducer.forward(loss)
-            found, moved = kept.pop()
-            self.problem.heed(found.losses)
-            # The gradient that comes back is that of all workers, so what subclasses compute is verified now and then.
-            unseen = self._unseen(found) or (self._now_and_then and not all(call.is_plain for call in found.calls))
-            news = unseen or not found.elsewhere <= self._unaccounted
-            hear = team.summing([self._told(part, found, news, moved)])  # on its way during the backward pass
-            constant, again = self._constant(found.losses), self._again(found)
-            found.data, scores = reducer.backward(whole, found.edges, retain_graph=again or constant is not None)
-        team.bytes_sent += sum(g.numel() * g.element_size() for g in found.data if g is not None)
-        found.own, found.scores = found.data, [s if s is None or factor == 1 else s / factor for s in scores]
-        if constant is not None:
-            self._hold_constant(found, constant, again)
-            self._sum_own(part, found)
-        told = hear()[0]
-        if float(told[3]) > 0:
-            self._follow_first(team, reducer)
-        self._note(found, part.batch if unseen else None)
-        self._hear(part, told, found)
-        return found
-
-    def _follow_first(self, team: Team, reducer: Reducer) -> None:
-        """Take the first worker's buffers now. The wrapper does so before its next forward pass; some look at them sooner."""
-        if reducer.follows_first:
-            team.broadcast(self.problem.theta.named_buffers().values())
-
-    def _told(self, part: Shard, found: _Pass, news: bool, moved: bool = False) -> Tensor:
-        """What workers tell each other of an inner step, to be summed: the loss, a mark of the layers, moved buffers, news."""
+    def _told(self, part: Shard, found: _Pass) -> Tensor:
+        """Scalars of this worker to be summed with the others': the loss, a mark of the layers, news."""
         mark = float(zlib.crc32(" ".join(call.weight for call in found.calls).encode()) % 2**16)
-        numbers = [0.0, mark, mark**2, float(moved), float(news)]
-        told = torch.tensor(numbers, dtype=torch.float64, device=found.value.device)
+        told = torch.tensor([0.0, mark, mark**2, float(found.news)], dtype=torch.float64, device=found.value.device)
         told[0] = found.value * part.share
         return told
 
@@ -368,7 +314,7 @@ class Recorder:
                 "The workers' parts of a batch went through different layers, so their curvature cannot be summed. Use"
                 " fisher_window with records='sample', or one worker."
             )
-        if float(told[4]) > 0:
+        if float(told[3]) > 0:
             self._unaccounted = part.team.union(self._unaccounted, self.problem.theta.names)
         found.value = told[0].to(found.value.dtype)
 
@@ -378,7 +324,7 @@ class Recorder:
         given = [torch.zeros_like(p) if g is None else g * share for g, p in zip(found.data, leaves, strict=True)]
         if found.own is not found.data:
             self._sum_own(part, found)
-        *summed, told = part.team.sum([*given, self._told(part, found, found.news)])
+        *summed, told = part.team.sum([*given, self._told(part, found)])
         self._hear(part, told, found)
         found.own = list(summed) if found.own is found.data else found.own
         found.data = list(summed)

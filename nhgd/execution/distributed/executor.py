@@ -47,8 +47,6 @@ class Distributed(AbstractExecutor):
         curvature_ranks: how many processes keep curvature. Layers are divided over several by the cost of their
             eigendecompositions, which Kronecker-factored inverses allow. 0: none, the workers keep it themselves.
         timeout: seconds without a sign of life after which a process counts as lost, and the run ends.
-        ddp: whether the workers' inner gradients are summed by DistributedDataParallel, during the backward pass. theta must be
-            a module, and is wrapped on the inner ranks.
     """
 
     name: ClassVar[str] = "distributed"
@@ -61,14 +59,12 @@ class Distributed(AbstractExecutor):
         workers: int | None = None,
         curvature_ranks: int = 1,
         timeout: float = 30.0,
-        ddp: bool = False,
     ) -> None:
         super().__init__(max_lag, stale)
         check_counts(workers, curvature_ranks)
         positive("Distributed", timeout=timeout)
         self._counts = workers, curvature_ranks
         self.timeout = timeout
-        self._ddp = ddp
         self.last_resort: Callable[[str], None] | None = None  # called when a process is lost, from another thread
         self._arrival: Arrival | None = None
         self._member: Membership | None = None
@@ -101,19 +97,12 @@ class Distributed(AbstractExecutor):
         """Meet the others, once."""
         if self._member is not None:
             return
-        if self._ddp and theta.root is None:
-            raise InputError(
-                "ddp=True wraps theta in DistributedDataParallel, which takes an nn.Module, but theta is made of tensors. Leave ddp"
-                " away: the workers sum its gradient themselves."
-            )
         self.arrive()
         assert self._arrival is not None
         self._member = join(self._arrival, theta.device)
         self.traffic.processes = self._member.roles.world
         if self._member.is_inner and self._member.team_group is not None:
             self.team = Team.of(self._member.team_group, FOREVER.total_seconds())
-            if self._ddp and isinstance(self.team, Team):
-                theta.parallelise(self.team)
         if self._counts[1] == 0:
             self._local = Inline(team=self.team)
 
