@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import counted, not_negative
-from nhgd.inverse._krylov.beginning import begin
-from nhgd.inverse._krylov.curvature import Curvature
-from nhgd.inverse._krylov.least_residual import LeastResidual
+from nhgd.inverse._krylov.pcg import pcg
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable
@@ -58,37 +56,10 @@ class CG(AbstractInverse):
     def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` where it is better than zero, or from zero."""
         before = at.calls.hvps
-        size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
         # Below this the recursion goes on in numbers too small to mean anything, until they vanish.
         tol = max(self.tol, torch.finfo(u.dtype).eps ** 2)
-        x, r = begin(u, lambda x: self._product(at, x), start)
-        p = r.clone()
-        rr = float(r.dot(r))
-        best, seen = LeastResidual(x, r), Curvature("CG", u.dtype)
-        taken = 0
-        while not rr**0.5 <= tol * size and taken < self.steps:
-            hp = self._product(at, p)
-            taken += 1
-            going = seen.positive(p, hp, taken)
-            if seen.vanished:
-                best.doubt()
-            if not going:
-                break
-            alpha = rr / seen.last
-            x.add_(p, alpha=alpha)
-            r.sub_(hp, alpha=alpha)
-            rr, old = float(r.dot(r)), rr
-            if best.lost(rr**0.5):
-                break
-            best.note(x, r, rr**0.5)
-            p.mul_(rr / old).add_(r)
-        found, length = (best.x, best.length) if seen.negative else best.unless_sound(x, rr**0.5, size)
-        if seen.vanished and not seen.negative:
-            found, length, real = best.confirmed(found, lambda x: u - self._product(at, x))
-            seen.vanished = not real
-        residual = length / size
-        notes = {"iterations": taken, **seen.notes(found, length, size)}
-        return found, SolveStats(residual, at.calls.hvps - before, residual <= tol, notes)
+        x, residual, notes = pcg("CG", lambda x: self._product(at, x), u, self.steps, tol, start)
+        return x, SolveStats(residual, at.calls.hvps - before, residual <= tol, notes)
 
     def _product(self, at: Oracle, x: Tensor) -> Tensor:
         found = at.hvp(x)

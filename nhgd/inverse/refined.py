@@ -6,13 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, final, get_args
 
-import torch
 from torch import Tensor
 
 from nhgd.errors import InputError, counted, not_negative, unknown
-from nhgd.inverse._krylov.beginning import begin
-from nhgd.inverse._krylov.curvature import Curvature
-from nhgd.inverse._krylov.least_residual import LeastResidual
+from nhgd.inverse._krylov.pcg import pcg
 from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
 from nhgd.inverse.kfac import KFAC
 from nhgd.oracle import Oracle
@@ -115,51 +112,9 @@ class Refined(AbstractInverse):
         before = at.calls.hvps
         product = at.hvp if self.matrix == "hessian" else at.ggn
         precondition = self.inverse.operator(state, at)
-        size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
-        x, r = begin(u, product, start)
-        untouched = not bool(x.any())
-        z = precondition(r)
-        p = z.clone()
-        rz = float(r.dot(z))
-        best, seen = LeastResidual(x, r), Curvature("Refined", u.dtype)
-        taken, hp = 0, z
-        while best.length / size > self.tol and taken < self.steps:
-            hp = product(p)
-            taken += 1
-            going = seen.positive(p, hp, taken)
-            if seen.vanished:
-                best.doubt()
-            if not going:
-                break
-            if not rz > 0:  # a positive inverse never gives this, one made from a Hessian with negative curvature may
-                seen.negative, seen.vanished = rz < 0, rz == 0
-                if seen.vanished:
-                    best.doubt()
-                break
-            alpha = rz / seen.last
-            x.add_(p, alpha=alpha)
-            r.sub_(hp, alpha=alpha)
-            length = float(r.norm())
-            if best.lost(length):
-                break
-            best.note(x, r, length)
-            if best.length / size <= self.tol or taken == self.steps:
-                break
-            z = precondition(r)
-            rz, old = float(r.dot(z)), rz
-            p = z + (rz / old) * p
-        found, length = (best.x, best.length) if seen.negative else best.unless_sound(x, float(r.norm()), size)
-        if seen.vanished and not seen.negative:
-            found, length, real = best.confirmed(found, lambda x: u - product(x))
-            seen.vanished = not real
-        said = seen.notes(found, length, size)
-        residual = length / size
-        if seen.negative and untouched and taken == 1:
-            length = float(hp.norm())
-            shrink = 1.0 if length <= 10 * size else size / length
-            found, residual = shrink * z, float((r - shrink * hp).norm()) / size
-        notes = {"iterations": taken, **said, "inverse": self.inverse.name}
-        return found, SolveStats(residual, at.calls.hvps - before, residual <= self.tol, notes)
+        x, residual, notes = pcg("Refined", product, u, self.steps, self.tol, start, precondition)
+        notes["inverse"] = self.inverse.name
+        return x, SolveStats(residual, at.calls.hvps - before, residual <= self.tol, notes)
 
     def operator(self, state: Any, at: Oracle) -> Callable[[Tensor], Tensor]:
         """What the inverse inside gives: a preconditioner needs no products of its own."""
