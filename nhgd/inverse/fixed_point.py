@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
 from nhgd.errors import counted, not_negative, positive
-from nhgd.inverse._krylov.beginning import begin
-from nhgd.inverse._krylov.spectrum import largest_eigenvalue
+from nhgd.inverse._krylov.pcg import first_iterate
+from nhgd.inverse._krylov.richardson import richardson, safe_step
 from nhgd.inverse.base import POOR, AbstractInverse, SolveStats, vector_bytes
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable
@@ -57,22 +59,20 @@ class FixedPoint(AbstractInverse):
     def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` where it is better than zero, or from zero."""
         before = at.calls.hvps
-        lr = self.lr
-        if lr is None:
-            top = largest_eigenvalue(at, u, self.power_steps) + self.damping
-            lr = 1.0 / top if top > 0 else 1.0
+        lr = safe_step(at, u, self.power_steps, self.damping) if self.lr is None else self.lr
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
-        x, r = begin(u, lambda x: at.hvp(x) + self.damping * x, start)
-        residual = float(r.norm()) / size
-        worst = 10 * max(residual, 1.0)
-        bent = 1.0
-        for _ in range(self.steps):
+        x, r = first_iterate(u, lambda x: at.hvp(x) + self.damping * x, start)
+        last, residual, worst, bent = r, math.inf, math.inf, 1.0
+        iterates = richardson(x, r, lr, lambda x, r: u - at.hvp(x) - self.damping * x)
+        for taken, (iterate, r) in enumerate(islice(iterates, self.steps + 1)):
+            x, residual = iterate, float(r.norm()) / size
+            if taken:
+                bent = float(last.dot(last - r) / last.dot(last))  # lr times the curvature along it
+            else:
+                worst = 10 * max(residual, 1.0)
             if residual <= self.tol or not residual <= worst:
                 break
-            x = x + lr * r
-            before_it, r = r, self._residual(at, u, x)
-            residual = float(r.norm()) / size
-            bent = float(before_it.dot(before_it - r) / before_it.dot(before_it))  # lr times the curvature along it
+            last = r
         # A step along negative curvature makes the residual longer. Close to the solution rounding errors may do so too.
         notes = {
             "lr": lr,
@@ -80,9 +80,6 @@ class FixedPoint(AbstractInverse):
             "negative_curvature": residual > POOR and bent < -100 * torch.finfo(u.dtype).eps,
         }
         return x, SolveStats(residual, at.calls.hvps - before, residual <= self.tol, notes)
-
-    def _residual(self, at: Oracle, u: Tensor, x: Tensor) -> Tensor:
-        return u - at.hvp(x) - self.damping * x
 
     def memory(self, theta: Variable) -> int:
         """x, the residual, its product."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar, final
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from nhgd.errors import counted, not_negative, positive
 from nhgd.inverse._krylov.curvature import Curvature
-from nhgd.inverse._krylov.spectrum import largest_eigenvalue
+from nhgd.inverse._krylov.richardson import richardson, safe_step
 from nhgd.inverse.base import POOR, AbstractInverse, SolveStats, vector_bytes
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable
@@ -59,10 +60,7 @@ class Neumann(AbstractInverse):
     def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Sum the series."""
         before = at.calls.hvps
-        phi = self.phi
-        if phi is None:
-            top = largest_eigenvalue(at, u, self.power_steps) + self.damping
-            phi = 1.0 / top if top > 0 else 1.0
+        phi = safe_step(at, u, self.power_steps, self.damping) if self.phi is None else self.phi
         seen = Curvature("Neumann", u.dtype)
         x, residual, grew = self._sum(u, at, phi, seen)
         halved = 0
@@ -76,20 +74,26 @@ class Neumann(AbstractInverse):
 
     def _sum(self, u: Tensor, at: Oracle, phi: float, seen: Curvature) -> tuple[Tensor, float, bool]:
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
-        term = u.clone()
-        x = term.clone()
-        residual = 1.0
-        for k in range(self.terms + 1):
+        taken = 0
+
+        def following(x: Tensor, term: Tensor) -> Tensor:
+            nonlocal taken
+            taken += 1
             product = at.hvp(term) + self.damping * term
-            seen.positive(term, product, k + 1)
-            term = term - phi * product
+            seen.positive(term, product, taken)
+            return term - phi * product
+
+        # The terms are the residuals of Richardson's iteration on phi H, of step 1, from zero.
+        iterates = richardson(torch.zeros_like(u), u, 1.0, following)
+        next(iterates)
+        x, residual = u, 1.0
+        for x, term in islice(iterates, self.terms + 1):
             residual = float(term.norm()) / size
             # (I - phi H)^k never lengthens a vector when 0 <= H < 2 / phi.
             if not residual <= 1.0 + 1e-3:
                 return phi * x, residual, True
-            if k == self.terms or residual <= self.tol:
+            if residual <= self.tol:
                 break
-            x += term
         return phi * x, residual, False
 
     def memory(self, theta: Variable) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
 from nhgd.errors import counted, not_negative, positive
-from nhgd.inverse._krylov.spectrum import largest_eigenvalue
+from nhgd.inverse._krylov.richardson import richardson, safe_step
 from nhgd.inverse.base import POOR, AbstractInverse, SolveStats, vector_bytes
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable
@@ -59,20 +60,22 @@ class QuadraticSGD(AbstractInverse):
     def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Take all steps from `start`, or from zero."""
         before = at.calls.hvps
-        beta = self.beta
-        if beta is None:
-            top = largest_eigenvalue(at, u, self.power_steps) + self.damping
-            beta = 1.0 / top if top > 0 else 1.0
-        x = torch.zeros_like(u) if start is None else start.clone()
-        first = r = u
+        beta = safe_step(at, u, self.power_steps, self.damping) if self.beta is None else self.beta
         walk = len(at.inner_batches)
+        batches = cycle(range(walk))
+
+        def residual_of(x: Tensor) -> Tensor:
+            return u - at.hvp_on(next(batches), x) - self.damping * x
+
+        x = torch.zeros_like(u) if start is None else start.clone()
+        first = r = residual_of(x)
         mean = torch.zeros_like(u) if walk > 1 else u  # of the residuals over the last walk
-        for step in range(self.steps):
-            r = u - at.hvp_on(step % walk, x) - self.damping * x
-            x = x + beta * r
-            first = r if step == 0 else first
+        iterates = richardson(x, first, beta, lambda x, r: residual_of(x))
+        for step, (iterate, r) in enumerate(islice(iterates, self.steps)):
+            x = iterate
             if walk > 1 and step >= self.steps - walk:
                 mean.add_(r, alpha=1 / walk)
+        x = x + beta * r
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
         last = float(r.norm()) / size
         diverged = not (math.isfinite(last) and last <= 10 * max(float(first.norm()) / size, 1.0))
