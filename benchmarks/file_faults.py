@@ -35,7 +35,7 @@ import torch
 
 import nhgd
 from benchmarks.environment import environment
-from nhgd._solver import CLOCKED
+from nhgd._solution import CLOCKED
 from nhgd.checkpoint import Saved, exists
 from nhgd.cli._output import folder
 from nhgd.cli._program import app

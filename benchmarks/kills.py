@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import environment
-from nhgd._solver import CLOCKED
+from nhgd._solution import CLOCKED
 from nhgd.checkpoint import Saved, exists
 from nhgd.cli._program import app
 

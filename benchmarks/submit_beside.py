@@ -30,7 +30,8 @@ import nhgd
 from benchmarks.environment import environment
 from nhgd.execution import AbstractExecutor, Device, Inline, Thread
 from nhgd.inverse import KFAC
-from nhgd.loop.loop import Loop, Settings
+from nhgd.loop.loop import Loop
+from nhgd.loop.settings import LoopSettings
 from nhgd.record import tensors
 
 BATCH, SAMPLES = 64, 4096
@@ -60,7 +61,7 @@ def measured(widths: tuple[int, ...], executor: AbstractExecutor) -> dict[str, A
         layers += [nn.Linear(a, b), nn.ReLU()]
     x, y = torch.randn(SAMPLES, widths[0]), torch.randint(10, (SAMPLES,))
     problem = nhgd.Bilevel(weighted, outer, nn.Sequential(*layers[:-1]), torch.full((SAMPLES,), 0.5), l2=1e-3)
-    loop = Loop(problem, nhgd.Data(x, y, batch=BATCH), [(x, y)], Settings(inner_lr=1e-2), executor, KFAC())
+    loop = Loop(problem, nhgd.Data(x, y, batch=BATCH), [(x, y)], LoopSettings(inner_lr=1e-2), executor, KFAC())
     submit = executor.submit
     submits: list[float] = []
     sizes: list[int] = []

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from nhgd import inverse as inverse
     from nhgd import likelihood as likelihood
     from nhgd import schedule as schedule
+    from nhgd import stop as stop
     from nhgd import task as task
     from nhgd._check import Report as Report
     from nhgd._check import check as check
     from nhgd._plan import Plan as Plan
     from nhgd._plan import plan as plan
-    from nhgd._solver import Solution as Solution
+    from nhgd._solution import Solution as Solution
     from nhgd._solver import Solver as Solver
     from nhgd.data import Data as Data
     from nhgd.errors import InputError as InputError
@@ -65,6 +66,7 @@ __all__ = [
     "inverse",
     "plan",
     "schedule",
+    "stop",
     "task",
 ]
 
@@ -76,7 +78,8 @@ _HOMES = {
     "hypergradients": ("Hypergradient", "hypergradient"),
     "_plan": ("Plan", "plan"),
     "problem": ("Bilevel", "Losses"),
-    "_solver": ("Solution", "Solver"),
+    "_solution": ("Solution",),
+    "_solver": ("Solver",),
     "sklearn.cleaner": ("LabelCleaner",),
     "sklearn.distiller": ("DatasetDistiller",),
 }

@@ -1,17 +1,15 @@
-"""The one driver: `Solver`, its stop rules and its `Solution`."""
+"""The one driver: `Solver`."""
 
 from __future__ import annotations
 
 import inspect
-import re
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,89 +17,32 @@ from nhgd import _threads as threads
 from nhgd import execution as executions
 from nhgd._autocast import set_aside
 from nhgd._cost import largest
+from nhgd._duration import checkpoint_interval, seconds
 from nhgd._interruption import held_back
+from nhgd._nonfinite import check_losses, explained
 from nhgd._path import check_name
 from nhgd._progress import bar
 from nhgd._randomness import Randomness
+from nhgd._solution import Metrics, Row, Solution, history_row, metric_values, statistics
 from nhgd._stagnation import Course, StagnationWarning, held_by
-from nhgd._validation import fitted, number, shown, validated, validated_but
-from nhgd.algorithm import AbstractAlgorithm, Loop, Settings, StepInfo
+from nhgd._validation import validated, validated_but
+from nhgd.algorithm import AbstractAlgorithm, Loop, LoopSettings
 from nhgd.algorithm import resolve as resolve_algorithm
 from nhgd.checkpoint import CheckpointWriter, Saved, last_kept, schema
-from nhgd.data.batch import Batch, common_length, first_bad
+from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError, check_seed
 from nhgd.execution import AbstractExecutor
 from nhgd.execution.base import Report
-from nhgd.loop.loop import OptimizerFactory, Projection
-from nhgd.plot.history import draw_history
+from nhgd.loop.settings import OptimizerFactory, Projection
 from nhgd.problem import Bilevel
 from nhgd.schedule import Rate
-from nhgd.variable import Given
-
-Row = dict[str, Any]
-Metrics = Callable[[Any, Any], dict[str, float]]
-# What a row of the history holds that two runs with one seed do not share.
-CLOCKED = ("seconds", "inner_seconds", "curvature_seconds", "waited_seconds", "overlap", "largest_lag")
-_MATERIAL = ("problem", "inner_data", "outer_data")
-
-
-@dataclass(frozen=True)
-class Solution:
-    """What a run found.
-
-    Attributes:
-        v, theta: the objects that were given, trained in place.
-        history: one dict for each outer step: step, seconds, outer_loss, inner_loss, hypergradient_norm, the oracle calls so
-            far, and the metrics; and of the executor: lag (records that the curvature of the solve lacked), largest_lag (the
-            most that were outstanding during the inner loop), inner_seconds, curvature_seconds, waited_seconds, overlap
-            (the part of the curvature's time that the inner loop did not wait for) and bytes_sent.
-        stats: method, steps, seconds, threads (CPU threads that the steps were computed on: one where the largest operation is
-            small, unless OMP_NUM_THREADS, MKL_NUM_THREADS or torch.set_num_threads says how many), oracle calls, poor_solves
-            (outer steps whose linear solve was in trouble), execution; and
-            stagnation: a sentence where `run` has got nowhere.
-        result: why the run ended: "steps", "budget", "plateau", or "stopped" when the caller's own loop or `stop` ended it.
-    """
-
-    v: Given
-    theta: Given
-    history: list[Row]
-    stats: dict[str, Any]
-    result: Literal["steps", "budget", "plateau", "stopped"]
-
-    def plot(self, path: str | Path) -> Path:
-        """Draw the outer and the inner loss over time and write the picture to `path`."""
-        return draw_history(Path(path), self.history, self.stats["method"])
-
-
-@dataclass
-class Run:
-    """One call of `Solver.run`: its stop rules, where it began, and how long the outer loss has not fallen."""
-
-    steps: int | None
-    limit: float | None
-    plateau: int | None
-    first: int
-    began: float
-    best: float = float("inf")
-    waited: int = 0
-
-    def note(self, loss: float) -> None:
-        """The outer loss of one more step."""
-        if loss < self.best - 1e-4 * abs(self.best) or self.best == float("inf"):
-            self.best, self.waited = loss, 0
-        else:
-            self.waited += 1
-
+from nhgd.stop import AbstractStop, Budget, Interrupted, Plateau, Run, Spent, Steps
 
 _KEPT_RUN = schema.optional(
     schema.record(
-        steps=schema.optional(schema.counted),
-        limit=schema.optional(schema.seconds),
-        plateau=schema.optional(schema.counted),
         first=schema.count,
         began=schema.seconds,
-        best=schema.loss,
-        waited=schema.count,
+        rules=schema.listing(schema.record(name=schema.text, settings=schema.optional(schema.mapping(schema.number)))),
     )
 )
 
@@ -168,21 +109,31 @@ class Solver:
         checkpoint_every: int | str | None = None,
         overwrite: bool = False,
     ) -> None:
-        project, project_v = _projections(project, project_v)
-        given = {name: value for name, value in locals().items() if name not in ("self", *_MATERIAL)}
         check_seed(seed)
         if checkpoint is not None:
             check_name("checkpoint", checkpoint)
         if metrics_every < 1:
             raise InputError(f"metrics_every must be at least 1, got {metrics_every}.")
-        every = _every(checkpoint_every)
+        every = checkpoint_interval(checkpoint_every)
         if overwrite and checkpoint is None:
             raise InputError(
                 "overwrite=True is about a folder of checkpoints. Name it: Solver(..., checkpoint='runs/a')."
             )
-        settings = Settings(
+        settings = LoopSettings(
             inner_steps, inner_lr, outer_lr, inner_optimizer, outer_optimizer, project, project_v, outer_clip
         )
+        given = {
+            **vars(settings),
+            "method": method,
+            "execution": execution,
+            "max_lag": max_lag,
+            "seed": seed,
+            "metrics": metrics,
+            "metrics_every": metrics_every,
+            "checkpoint": checkpoint,
+            "checkpoint_every": checkpoint_every,
+            "overwrite": overwrite,
+        }
         self.problem = problem
         self.algorithm = resolve_algorithm(method).prepared(problem)
         self.executor = executions.resolve(execution, max_lag=max_lag)
@@ -196,28 +147,12 @@ class Solver:
         self._stopping = False
         self._resumed: Path | None = None  # the checkpoint from which it goes on, until its first step
         self._run: Run | None = None
-        self._broken_off: Run | None = None
+        self._interrupted: Interrupted | None = None
         self._writer = None if checkpoint is None else CheckpointWriter(checkpoint, *every, overwrite)
         self._randomness = Randomness(seed, problem.theta.device)
         with self._telling_peers(), self._randomness.scope(), set_aside():
             try:
-                if self._writer is not None:
-                    self.executor.join(problem.theta)
-                    if self.executor.leads:
-                        self._writer.claim()
-                self.loop = Loop(problem, inner_data, outer_data, settings, self.executor, self.algorithm.online)
-                # The first batches are looked at before anything moves, then drawn again by the run itself.
-                for stream in (self.loop.inner, self.loop.outer):
-                    stream.remember = checkpoint is not None
-                inner_batch = self.loop.inner.peek()
-                with threads.measuring(problem.theta.device) as measured:
-                    problem.validate(inner_batch, self.loop.outer.peek())
-                work = largest(self.loop.inverse, problem.theta, common_length(inner_batch) or 1, inner_steps)
-                self.loop.choose_threads(threads.suited(max(measured.flops, work), problem.theta.device))
-                with self.loop.computing():
-                    self.loop.project_theta()
-                    self.loop.project_v()
-                    self._state = self.algorithm.init(self.loop)
+                self._set_up(inner_data, outer_data, settings)
             except RunError as error:
                 # A worker that has lost another may hear why only now.
                 found = self.executor.root_cause(error)
@@ -232,6 +167,27 @@ class Solver:
         # Where the solver is let go of without having been closed. An executor of the caller's may serve another by then.
         self.executor.user = user = object()
         weakref.finalize(self, _close_unless_used, self.executor, user).atexit = False
+
+    def _set_up(self, inner_data: Iterable[Batch], outer_data: Iterable[Batch], settings: LoopSettings) -> None:
+        """Claim the folder, look at the first batches, choose the threads and bring the method to its start."""
+        problem = self.problem
+        if self._writer is not None:
+            self.executor.join(problem.theta)
+            if self.executor.leads:
+                self._writer.claim()
+        self.loop = Loop(problem, inner_data, outer_data, settings, self.executor, self.algorithm.online)
+        # The first batches are looked at before anything moves, then drawn again by the run itself.
+        for stream in (self.loop.inner, self.loop.outer):
+            stream.remember = self._writer is not None
+        inner_batch = self.loop.inner.peek()
+        with threads.measuring(problem.theta.device) as measured:
+            problem.validate(inner_batch, self.loop.outer.peek())
+        work = largest(self.loop.inverse, problem.theta, common_length(inner_batch) or 1, settings.inner_steps)
+        self.loop.choose_threads(threads.suited(max(measured.flops, work), problem.theta.device))
+        with self.loop.computing():
+            self.loop.project_theta()
+            self.loop.project_v()
+            self._state = self.algorithm.init(self.loop)
 
     @classmethod
     @validated
@@ -270,8 +226,8 @@ class Solver:
                 solver._randomness.restore(rest["randomness"])
             with saved.readable("run"):
                 _KEPT_RUN(rest["run"], "run")
+                solver._interrupted = None if rest["run"] is None else Interrupted.read(rest["run"])
             solver.seconds, solver.history = rest["seconds"], rest["history"]
-            solver._broken_off = None if rest["run"] is None else Run(**rest["run"])
         solver._resumed = saved.path
         return solver
 
@@ -296,15 +252,15 @@ class Solver:
         return {
             "randomness": self._randomness.state(),
             "seconds": self.seconds,
-            "run": None if self._run is None else dict(vars(self._run)),
+            "run": None if self._run is None else self._run.kept(),
         }
 
     def _with_last(self, error: NhgdError) -> NhgdError:
         """The same error, or the loss of a process behind it, naming the last good checkpoint."""
         error = self.executor.root_cause(error)
-        if self._writer is not None and "last good checkpoint" not in str(error):
+        if self._writer is not None and not error.checkpoint:
             known = self._writer.last() if self.executor.leads else last_kept(self._writer.path)
-            error.args = (f"{error}{known}",)
+            error.checkpoint = known.strip()
         return error
 
     def step(self) -> Row:
@@ -367,7 +323,7 @@ class Solver:
                 with self.executor.scope(), set_aside(), self._fitting():
                     self.loop.begin()
                     self._state, info = self.algorithm.step(self.loop, self._state)
-                _finite(info)
+                check_losses(info)
             except NonFiniteError as error:
                 problem.theta.assign(theta)
                 problem.v.assign(v)
@@ -375,7 +331,7 @@ class Solver:
                     buffer.copy_(value)
                 cause = self.executor.root_cause(error)
                 if isinstance(cause, NonFiniteError):
-                    cause = self._diagnosed(cause)
+                    cause = explained(self.loop, cause)
                 raise self._with_last(cause) from error
             except NhgdError as error:
                 raise self._with_last(error) from error.__cause__
@@ -383,22 +339,7 @@ class Solver:
         taken = time.perf_counter() - started
         self.seconds += taken
         work = self.executor.measured().since(before)
-        row: Row = {
-            "step": clock.k,
-            "seconds": self.seconds,
-            "outer_loss": info.outer_loss,
-            "inner_loss": info.inner_loss,
-            "hypergradient_norm": info.hypergradient_norm,
-            "lag": info.lag,
-            "largest_lag": work.largest_lag,
-            "inner_seconds": max(0.0, taken - work.waited_seconds),
-            "curvature_seconds": work.curvature_seconds,
-            "waited_seconds": work.waited_seconds,
-            "overlap": work.overlap,
-            "bytes_sent": work.bytes_sent,
-            **self.loop.calls.as_dict(),
-            **info.notes,
-        }
+        row = history_row(self.loop, info, work, self.seconds, taken)
         self.history.append(row)  # before the metrics, which may raise: the step is taken
         if self.metrics is not None and (clock.k % self.metrics_every == 0 or clock.k == 1):
             row |= self.evaluate()
@@ -431,7 +372,7 @@ class Solver:
             problem.theta.view() as theta,
             problem.v.view() as v,
         ):
-            return _by_name(self.metrics(theta, v))
+            return metric_values(self.metrics(theta, v))
 
     def __iter__(self) -> Iterator[Row]:
         """One outer step after another, for the caller's own loop; it ends when the caller leaves it.
@@ -455,71 +396,56 @@ class Solver:
         budget: str | float | None = None,
         plateau: int | None = None,
         progress: bool | None = None,
+        stop: Sequence[AbstractStop[Any]] = (),
     ) -> Solution:
         """Run until a stop rule holds.
 
-        After `Solver.resume` the first call continues the run that was broken off; what that had used up counts.
+        After `Solver.resume` the first call continues the interrupted run: its steps and seconds count, and without
+        arguments its stop rules are used again.
 
         Args:
             steps: outer steps.
             budget: seconds of solving, as a number or as "60s", "5m", "1h". Metrics and checkpoints do not count.
             plateau: stop when the outer loss has not fallen by a part of 1e-4 for this many outer steps.
             progress: a bar on standard error; by default on a terminal only.
+            stop: further rules, asked after those above; see `nhgd.stop`.
         """
-        limit = None if budget is None else seconds(budget)
-        for name, value in (("steps", steps), ("plateau", plateau)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise InputError(f"{name} must be a whole number of at least 1, got {value}.")
+        rules: list[AbstractStop[Any]] = [] if steps is None else [Steps(steps)]
+        rules += [] if budget is None else [Budget(seconds(budget))]
+        rules += [] if plateau is None else [Plateau(plateau)]
+        rules += stop
         if self.executor.serves:
             return self._serve()
-        before, unsaid = self._broken_off, steps is None and limit is None and plateau is None
-        if unsaid and before is None:
-            raise InputError("run() needs to know when to stop: steps=1000, budget='60s' or plateau=50.")
-        if before is None:
-            run = Run(steps, limit, plateau, self.loop.clock.k, self.seconds)
+        interrupted = self._interrupted
+        if interrupted is not None:
+            run = interrupted.resumed(rules, self.history)
+        elif rules:
+            run = Run(rules, self.loop.clock.k, self.seconds)
         else:
-            run = before if unsaid else replace(before, steps=steps, limit=limit, plateau=plateau)
-        self._run, self._broken_off = run, None
+            raise InputError("run() needs to know when to stop: steps=1000, budget='60s' or plateau=50.")
+        self._run, self._interrupted = run, None
         try:
             with self._telling_peers(), self._at_work() as between_steps:
-                solution = self._run_until_the_end(run, before is None, progress, between_steps)
+                if self._writer is not None and interrupted is None and run.first:
+                    self.save()  # a second run: should it be interrupted at once, it is this one that is resumed
+                solution = self._run_until_the_end(run, progress, between_steps)
         finally:
             self._stopping = False
         self._leave_folder()
         self._finish(solution)
         return solution
 
-    def _run_until_the_end(
-        self, run: Run, is_new: bool, progress: bool | None, between_steps: Callable[[], None]
-    ) -> Solution:
-        if self._writer is not None and is_new and run.first:
-            self.save()  # a second run: should it be broken off at once, it is this one that goes on
-        result: Literal["steps", "budget", "plateau", "stopped"] = "steps"
+    def _run_until_the_end(self, run: Run, progress: bool | None, between_steps: Callable[[], None]) -> Solution:
         course = Course(self.problem.v.flat())
         with bar(self.algorithm.name, progress) as tick:
-            while True:
-                taken, used = self.loop.clock.k - run.first, self.seconds - run.began
-                if run.limit is not None:
-                    used = self.loop.team.agreed(used)  # workers stop, and lower their steps, together
-                if run.steps is not None and taken >= run.steps:
-                    break
-                if run.limit is not None and used >= run.limit:
-                    result = "budget"
-                    break
-                if run.plateau is not None and run.waited >= run.plateau:
-                    result = "plateau"
-                    break
-                if self._told_to_stop():
-                    result = "stopped"
-                    break
-                done = max(taken / run.steps if run.steps else 0.0, used / run.limit if run.limit else 0.0)
-                self.loop.clock.done = done
+            while (result := run.ended_by(spent := self._spent(run))) is None:
+                self.loop.clock.done = run.fraction(spent)
                 row = self._advance()
-                run.note(row["outer_loss"])
+                run.note(row)
                 course.note(self.problem.v.flat(), row)
                 between_steps()
                 self._save_if_due()
-                tick(done, f"step {row['step']}, outer loss {row['outer_loss']:.4g}")
+                tick(self.loop.clock.done, f"step {row['step']}, outer loss {row['outer_loss']:.4g}")
             tick(1.0, "")
         self.loop.assert_equal()
         if self._writer is not None and self._writer.step != self.loop.clock.k:
@@ -531,10 +457,16 @@ class Solver:
             warnings.warn(remark, StagnationWarning, stacklevel=3)
         return solution
 
-    def _told_to_stop(self) -> bool:
-        """Whether `stop` was called; workers stop together, where the first of them is told to."""
-        stopping = self._stopping and bool(self.history)  # what ends has something to show
-        return bool(self.loop.team.agreed(float(stopping))) if self.loop.team.size > 1 else stopping
+    def _spent(self, run: Run) -> Spent:
+        """What the run has used up; workers agree on what the first of them says, so that they stop together."""
+        team = self.loop.team
+        used = self.seconds - run.began
+        requested = self._stopping and bool(self.history)  # what ends has something to show
+        return Spent(
+            self.loop.clock.k - run.first,
+            team.agreed(used) if run.clocked else used,
+            bool(team.agreed(float(requested))) if team.size > 1 else requested,
+        )
 
     @contextmanager
     def _telling_peers(self) -> Iterator[None]:
@@ -589,33 +521,9 @@ class Solver:
     def _buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [*self.problem.theta.buffers(), *self.problem.v.buffers()]
 
-    def solution(self, result: Literal["steps", "budget", "plateau", "stopped"] = "stopped") -> Solution:
+    def solution(self, result: str = "stopped") -> Solution:
         """What has been found so far."""
-        traffic = self.executor.measured()
-        stats = {
-            "method": self.algorithm.name,
-            "algorithm": repr(self.algorithm),
-            "inverse": None if self.loop.inverse is None else repr(self.loop.inverse),
-            "steps": self.loop.clock.k,
-            "seconds": self.seconds,
-            "threads": self.loop.threads,
-            "oracle_calls": self.loop.calls.as_dict(),
-            "poor_solves": sum(bool(row.get("poor_solve")) for row in self.history),
-            "stagnation": None,
-            "execution": {
-                "name": self.executor.name,
-                "processes": traffic.processes,
-                "bytes_sent": traffic.bytes_sent,
-                "waited_seconds": traffic.waited_seconds,
-                "curvature_seconds": traffic.curvature_seconds,
-                "overlap": traffic.overlap,
-                "records": traffic.records,
-                "max_lag": self.executor.max_lag if self.executor.background else 0,
-                "largest_lag": max((row.get("largest_lag", 0) for row in self.history), default=0),
-                "workers": self.loop.team.size,
-                "division": dict(self.loop.division),
-            },
-        }
+        stats = statistics(self.algorithm, self.loop, self.history, self.seconds)
         return Solution(self.problem.v.given, self.problem.theta.given, self.history, stats, result)
 
     def close(self) -> None:
@@ -638,35 +546,6 @@ class Solver:
             " Solver.resume('runs/a', problem, inner_data, outer_data, checkpoint='runs/b')."
         )
 
-    def _diagnosed(self, error: NonFiniteError) -> NhgdError:
-        """The sentence a user needs: what became non-finite, at which step, and why as far as can be seen."""
-        try:  # whose square roots the records hold
-            self.problem.check_weight(self.problem.lowest_weight())
-        except InputError as negative:
-            return negative
-        step = self.loop.clock.k + 1
-        batches = [("inner", batch) for batch in self.loop.recent] + [("outer", self.loop.outer.last)]
-        for level, batch in batches:
-            bad = first_bad(batch)
-            if bad:
-                where = "an inner batch" if level == "inner" else "an outer batch"
-                return InputError(f"Outer step {step}: {where} holds nan or inf: {bad}. Remove or impute it first.")
-        try:  # at the point the step began from, which is finite
-            with self.problem.guarded(seed=0), torch.no_grad():
-                for level, batch in batches:
-                    if level == "inner":
-                        self.problem.check_finite(self.problem.losses(batch))
-                    elif batch is not None and not bool(torch.isfinite(self.problem.outer_value(batch))):
-                        error = NonFiniteError("the outer loss")
-        except InputError as bad_loss:
-            error = NonFiniteError(str(bad_loss))
-        said = str(error)
-        what = f"numbers became non-finite. {said}" if said.endswith(".") else f"{said} became non-finite."
-        return NonFiniteError(
-            f"Outer step {step}: {what} theta and v were put back to where this step began. Lower inner_lr or outer_lr, add"
-            " l2, or project theta (project=R)."
-        )
-
 
 def _refuse_idle(executor: AbstractExecutor, algorithm: AbstractAlgorithm) -> None:
     """An execution with nothing to run would change nothing, and its user would believe that it did."""
@@ -683,72 +562,3 @@ def _close_unless_used(executor: AbstractExecutor, user: object) -> None:
     """End the threads of an executor whose solver is gone."""
     if executor.user is user:
         executor.close()
-
-
-def seconds(budget: str | float) -> float:
-    """A budget in seconds from a number or from "60s", "5m", "1h".
-
-    >>> seconds("1.5m")
-    90.0
-    """
-    budget = number(budget)
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(s|m|h)?\s*", budget) if isinstance(budget, str) else None
-    if match:
-        found = float(match[1]) * {"s": 1, "m": 60, "h": 3600, None: 1}[match[2]]
-    else:
-        found = float(budget) if _is_number(budget) else 0.0
-    if not 0 < found < float("inf"):
-        raise InputError(f"A budget is a time such as 30, '60s', '5m' or '1h', got {budget!r}.")
-    return found
-
-
-def _every(given: int | str | None) -> tuple[int | None, float | None]:
-    """Outer steps, or seconds, between two checkpoints."""
-    given = number(given)
-    if given is None or (isinstance(given, int) and not isinstance(given, bool) and 1 <= given < 2**63):
-        return given, None
-    if isinstance(given, str) and given.strip().isdecimal() and int(given) >= 1:
-        return int(given), None
-    if isinstance(given, str) and given.strip()[-1:] in ("s", "m", "h"):
-        return None, seconds(given)
-    raise InputError(
-        f"checkpoint_every is a whole number of outer steps, at least 1, or a time such as '60s' or '5m', got {shown(given)}."
-    )
-
-
-def _finite(info: StepInfo) -> None:
-    for name, value in (("the inner loss", info.inner_loss), ("the outer loss", info.outer_loss)):
-        if not abs(value) < float("inf"):
-            raise NonFiniteError(name)
-
-
-def _by_name(found: Any) -> dict[str, Any]:
-    """What the metrics returned, made sure of, with numbers as Python's: it stands in the rows of the history."""
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        odd = "a dict whose names are no text" if isinstance(found, dict) else f"a {type(found).__name__}"
-        raise InputError(
-            f"metrics() returned {odd}. Return a dict of numbers by name, for example {{'accuracy': 0.9}}."
-        )
-    return {name: number(value) for name, value in found.items()}
-
-
-def _projections(project: Any, project_v: Any) -> tuple[Projection, Projection]:
-    """The radius and the box in Python's numbers; functions as they are."""
-    if project is not None and not callable(project):
-        radius = number(project)
-        if not (_is_number(radius) and radius > 0):
-            raise InputError(f"project must be a radius above 0 or a function of theta, got {shown(project)}.")
-        project = radius
-    if project_v is not None and not callable(project_v):
-        is_row = isinstance(project_v, (tuple, list)) or getattr(project_v, "ndim", 0) == 1
-        bounds = [number(bound) for bound in project_v] if is_row else []
-        numbers = len(bounds) == 2 and all(_is_number(bound) for bound in bounds)
-        if not (numbers and bounds[0] < bounds[1]):
-            got = repr(tuple(bounds)) if numbers else shown(project_v)
-            raise InputError(f"project_v must be a box (low, high) with low < high or a function of v, got {got}.")
-        project_v = (bounds[0], bounds[1])
-    return project, project_v
-
-
-def _is_number(value: Any) -> bool:
-    return fitted(value, float) is value

@@ -10,7 +10,29 @@ MOST = 100  # names that one sentence lists
 
 
 class NhgdError(Exception):
-    """Anything this library raises on purpose."""
+    """Anything this library raises on purpose.
+
+    Attributes:
+        step: the outer step that it ended, where it ended one.
+        checkpoint: which checkpoint is the last good one, as a sentence, where the run was kept. It follows the reason in the
+            message.
+
+    >>> error = NhgdError("The disk is full.")
+    >>> error.checkpoint = "The last good checkpoint is runs/a, outer step 7."
+    >>> str(error)
+    'The disk is full. The last good checkpoint is runs/a, outer step 7.'
+    """
+
+    step: int | None = None
+    checkpoint: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The message without the checkpoint."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return f"{self.reason} {self.checkpoint}" if self.checkpoint else self.reason
 
 
 class InputError(NhgdError, ValueError):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import nhgd
-from nhgd._solver import CLOCKED
+from nhgd._solution import CLOCKED
 from nhgd.algorithm import AID, NHGD, TTSA
 from nhgd.checkpoint import writer as keepers
 from nhgd.checkpoint.files import newest

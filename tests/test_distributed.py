@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 
 import nhgd
 from nhgd._recording.recorder import Recorder
-from nhgd._solver import CLOCKED
+from nhgd._solution import CLOCKED
 from nhgd.algorithm import AID, NHGD, AbstractAlgorithm, NHGDSingle
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError
 from nhgd.execution import Distributed, Inline

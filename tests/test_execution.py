@@ -11,7 +11,7 @@ from torch import nn
 
 import nhgd
 from nhgd._recording.recorder import Recorder
-from nhgd._solver import CLOCKED
+from nhgd._solution import CLOCKED
 from nhgd.algorithm import AID, NHGD, NHGDSingle
 from nhgd.errors import InputError, RunError
 from nhgd.execution import Device, Inline, Stream, Thread, resolve

@@ -25,7 +25,7 @@ from tests import catalogue
 ORDER = """
     errors
     _validation _path
-    _registry schedule _memory _progress _interruption _randomness _stagnation _autocast
+    _registry _duration stop schedule _memory _progress _interruption _randomness _stagnation _autocast
     plot
     data likelihood
     data_parallel
@@ -41,6 +41,7 @@ ORDER = """
     loop
     algorithm
     checkpoint
+    _solution _nonfinite
     _solver
     _reference
     _diagnosis

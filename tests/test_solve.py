@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import nhgd
-from nhgd._solver import seconds
+from nhgd._duration import seconds
 from nhgd.algorithm import AID
 from nhgd.inverse import CG
 from nhgd.schedule import ByStep, Clock, Constant, Decay, Power, Strong

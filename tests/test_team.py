@@ -27,7 +27,8 @@ from nhgd.data_parallel import AbstractTeam, Alone, Shard, Team
 from nhgd.errors import InputError, RunError
 from nhgd.execution import Inline
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Neumann
-from nhgd.loop.loop import Loop, Settings
+from nhgd.loop.loop import Loop
+from nhgd.loop.settings import LoopSettings
 from nhgd.oracle import Oracle
 from nhgd.task import Cleaning
 from tests import oracles
@@ -236,7 +237,7 @@ def quantities(team: AbstractTeam, device: str = "cpu") -> Answers:
 
 
 def stage_of(team: AbstractTeam, problem: nhgd.Bilevel, inner_data: Any, outer_data: Any = None) -> Loop:
-    return Loop(problem, inner_data, outer_data or inner_data, Settings(), Inline(team=team))
+    return Loop(problem, inner_data, outer_data or inner_data, LoopSettings(), Inline(team=team))
 
 
 def exchanges(team: Team) -> Answers:

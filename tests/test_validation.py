@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import nhgd
-from nhgd._solver import seconds
+from nhgd._duration import seconds
 from nhgd._validation import fitted
 from nhgd.algorithm import ALGORITHMS
 from nhgd.execution import EXECUTIONS

@@ -30,7 +30,8 @@ from nhgd.algorithm.vrbo import VRBO
 from nhgd.errors import InputError, unknown
 from nhgd.inverse import INVERSES
 from nhgd.inverse import resolve as resolve_inverse
-from nhgd.loop.loop import Loop, Settings, StepInfo
+from nhgd.loop.loop import Loop, StepInfo
+from nhgd.loop.settings import LoopSettings
 
 ALGORITHMS = Registry("method", AbstractAlgorithm, list(vars().values()))
 
@@ -107,8 +108,8 @@ __all__ = [
     "AbstractAlgorithm",
     "AmIGO",
     "Loop",
+    "LoopSettings",
     "NHGDSingle",
-    "Settings",
     "StepInfo",
     "StocBiO",
     "names",

@@ -11,7 +11,7 @@ from torch import Tensor
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import InputError
 from nhgd.inverse import CG, AbstractInverse, Identity
-from nhgd.loop.calibration import calibrated
+from nhgd.loop.calibration import calibrate
 from nhgd.loop.loop import Loop, StepInfo
 
 
@@ -67,7 +67,7 @@ class AID(AbstractAlgorithm):
 
     def init(self, loop: Loop) -> AIDState:
         """Remember where theta starts, and choose the periods of the curvature if a clock is to decide."""
-        loop.use(calibrated(loop))
+        calibrate(loop)
         return AIDState(loop.problem.theta.flat())
 
     def step(self, loop: Loop, state: AIDState) -> tuple[AIDState, StepInfo]:

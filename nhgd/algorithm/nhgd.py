@@ -14,7 +14,7 @@ from nhgd.data.batch import Batch
 from nhgd.errors import InputError, counted, not_negative, unknown
 from nhgd.inverse import AbstractInverse, FisherDense, FisherWindow, Refined
 from nhgd.inverse._learned.automatic import automatic
-from nhgd.loop.calibration import calibrated
+from nhgd.loop.calibration import calibrate
 from nhgd.loop.levenberg_marquardt import LevenbergMarquardt
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.problem import Bilevel
@@ -138,7 +138,7 @@ class NHGD(AbstractAlgorithm):
 
     def init(self, loop: Loop) -> NHGDState:
         """Remember where theta starts, and choose the periods of the curvature if a clock is to decide."""
-        loop.use(calibrated(loop))
+        calibrate(loop)
         marquardt = LevenbergMarquardt(self.natural_lr, self.natural_floor) if self.inner == "natural" else None
         return NHGDState(loop.problem.theta.flat(), marquardt=marquardt)
 

@@ -12,7 +12,7 @@ from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import InputError, not_negative
 from nhgd.inverse import AbstractInverse, FisherDense, Refined
 from nhgd.inverse._learned.automatic import automatic
-from nhgd.loop.calibration import calibrated
+from nhgd.loop.calibration import calibrate
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.problem import Bilevel
 
@@ -90,7 +90,7 @@ class NHGDSingle(AbstractAlgorithm):
 
     def init(self, loop: Loop) -> NHGDSingleState:
         """Choose the periods of the curvature if a clock is to decide."""
-        loop.use(calibrated(loop))
+        calibrate(loop)
         return NHGDSingleState()
 
     def step(self, loop: Loop, state: NHGDSingleState) -> tuple[NHGDSingleState, StepInfo]:

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import torch
 
 from nhgd._solver import Solver
-from nhgd.algorithm import ALGORITHMS, AbstractAlgorithm, Settings
+from nhgd.algorithm import ALGORITHMS, AbstractAlgorithm, LoopSettings
 from nhgd.algorithm import resolve as resolve_method
 from nhgd.errors import InputError, unknown
 from nhgd.execution import EXECUTIONS
@@ -113,7 +113,7 @@ def check_early(task: AbstractTask, method: str | None, changes: Mapping[str, st
     """
     methods = ALGORITHMS if method is None else (method,)
     bases = [resolve_method(name) for name in methods]
-    known = {f.name for f in fields(Settings)}
+    known = {f.name for f in fields(LoopSettings)}
     first = {key: text for key, text in changes.items() if key in ("inverse", "method.inverse")}
     made = [found for base in bases for found in _variants(base, task, first)]
     for key in changes.keys() - first.keys():
@@ -129,7 +129,7 @@ def check_early(task: AbstractTask, method: str | None, changes: Mapping[str, st
             # Where some have such a setting, what they say of the value is the better reason.
             said = [error for error in refusals if not str(error).startswith("There is no setting")]
             raise (said or refusals)[0]
-        Settings(**{name: value for name, value in solver.items() if name in known})
+        LoopSettings(**{name: value for name, value in solver.items() if name in known})
 
 
 def _variants(base: AbstractAlgorithm, task: AbstractTask, first: Mapping[str, str]) -> list[AbstractAlgorithm]:

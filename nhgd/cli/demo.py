@@ -14,7 +14,7 @@ import torch
 import typer
 from torch import Tensor
 
-from nhgd._solver import Solution
+from nhgd._solution import Solution
 from nhgd.cli._options import Json, Seed, checked_seed
 from nhgd.cli._output import check_folder, console, folder, jsonable, number, print_json, table
 from nhgd.plot.demo import Samples, draw

@@ -15,8 +15,9 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from nhgd import task as tasks
+from nhgd._duration import seconds
 from nhgd._path import check_name
-from nhgd._solver import Solution, seconds
+from nhgd._solution import Solution
 from nhgd.algorithm import AbstractAlgorithm
 from nhgd.checkpoint import claimed, exists, last_kept
 from nhgd.cli import _signals as signals

@@ -14,14 +14,14 @@ from nhgd.loop.loop import Loop
 from nhgd.oracle import OracleCalls
 
 
-def calibrated(loop: Loop) -> AbstractInverse | None:
-    """The loop's inverse, with its periods chosen by measurement when it has an `overhead` to keep to.
+def calibrate(loop: Loop) -> None:
+    """Let the loop use its inverse with periods chosen by measurement, where that has an `overhead` to keep to.
 
-    What was chosen is in the inverse that is returned, and so in the run's stats: giving it back repeats the run.
+    What was chosen is in the loop's inverse, and so in the run's stats: giving it back repeats the run.
     """
     inverse: Any = loop.inverse
     if inverse is None or getattr(inverse, "overhead", None) is None:
-        return loop.inverse
+        return
     learner: Any = inverse.inverse if isinstance(inverse, Refined) else inverse
     problem = loop.problem
     part = loop.divided("inner", loop.inner.peek())  # the run itself draws as if nobody had looked
@@ -40,7 +40,7 @@ def calibrated(loop: Loop) -> AbstractInverse | None:
     chosen: AbstractInverse = inverse.with_periods(
         inner_seconds=inner, factor_seconds=max(both - inner, 1e-9), invert_seconds=invert
     )
-    return loop.executor.agreed(chosen)
+    loop.use(loop.executor.agreed(chosen))
 
 
 def _median(work: Callable[[], Any], device: Any, times: int = 5) -> float:

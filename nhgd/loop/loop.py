@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +24,12 @@ from nhgd._validation import shown
 from nhgd.data.batch import Batch, leaves, move, transform
 from nhgd.data.loader import Data, Stream
 from nhgd.data_parallel import Shard, Team
-from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError, positive
+from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError
 from nhgd.execution.base import AbstractExecutor
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import Complaints, implicit
 from nhgd.inverse.base import AbstractInverse
+from nhgd.loop.settings import LoopSettings, OptimizerFactory
 from nhgd.loop.sharing import Level, is_mean_of_parts
 from nhgd.oracle import Oracle, OracleCalls
 from nhgd.problem import Bilevel
@@ -38,34 +39,8 @@ from nhgd.schedule import resolve as resolve_rate
 from nhgd.variable import Variable
 
 MOST_BATCHES = 1_000_000  # at one point
-OptimizerFactory: TypeAlias = Callable[[list[Tensor]], Optimizer] | type[Optimizer] | Optimizer
-Projection: TypeAlias = float | tuple[float, float] | Callable[[Any], Any] | None
 RECENT = 64
 STEP_SEED = 0x9E3779B1  # odd: torch's generator on a CPU takes the low 32 bits of a seed, and they differ at every step
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What all algorithms share: steps, step sizes, optimisers and projections."""
-
-    inner_steps: int = 10
-    inner_lr: Rate | None = None
-    outer_lr: Rate | None = None
-    inner_optimizer: OptimizerFactory | None = None
-    outer_optimizer: OptimizerFactory | None = None
-    project: Projection = None
-    project_v: Projection = None
-    outer_clip: float | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.inner_steps, int) or self.inner_steps < 1:
-            raise InputError(f"inner_steps must be a whole number of at least 1, got {self.inner_steps}.")
-        for name in ("inner_lr", "outer_lr"):
-            rate = getattr(self, name)
-            if rate is not None:
-                resolve_rate(rate, name)
-        if self.outer_clip is not None:
-            positive("Solver", outer_clip=self.outer_clip)
 
 
 @dataclass(frozen=True)
@@ -156,7 +131,7 @@ class Loop:
         problem: Bilevel,
         inner_data: Iterable[Batch],
         outer_data: Iterable[Batch],
-        settings: Settings,
+        settings: LoopSettings,
         executor: AbstractExecutor,
         inverse: AbstractInverse | None = None,
     ) -> None:

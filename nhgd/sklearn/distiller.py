@@ -12,7 +12,8 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import Tensor
 
-from nhgd._solver import Row, Solver
+from nhgd._solution import Row
+from nhgd._solver import Solver
 from nhgd._validation import check_settings
 from nhgd.data.device import usable_device
 from nhgd.data.loader import Data

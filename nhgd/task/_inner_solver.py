@@ -17,7 +17,8 @@ from nhgd.inverse import CG, AbstractInverse, FisherWindow, Refined
 from nhgd.inverse._learned.automatic import automatic
 from nhgd.inverse._learned.learning import learn
 from nhgd.loop.levenberg_marquardt import LevenbergMarquardt
-from nhgd.loop.loop import Loop, Settings
+from nhgd.loop.loop import Loop
+from nhgd.loop.settings import LoopSettings
 from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
 
@@ -171,7 +172,7 @@ def gauss_newton(problem: Bilevel, batch: Batch, steps: int, floor: float, seed:
         raise InputError("Gauss-Newton steps need a batch whose tensors all have the samples as first dimension.")
     inverse = FisherWindow(window=samples, fisher="exact", records="sample", damping=floor, allow_large=True)
     with Randomness(seed, problem.theta.device).scope():
-        loop = Loop(problem, [batch], [batch], Settings(), Inline(), inverse)
+        loop = Loop(problem, [batch], [batch], LoopSettings(), Inline(), inverse)
         marquardt = LevenbergMarquardt(floor=floor)
         for _ in range(steps):
             marquardt.step(loop)

@@ -13,7 +13,8 @@ import torch
 
 from nhgd._randomness import Randomness
 from nhgd._registry import summary
-from nhgd._solver import Metrics, Solution, Solver
+from nhgd._solution import Metrics, Solution
+from nhgd._solver import Solver
 from nhgd._validation import Validated, validated
 from nhgd.algorithm import AbstractAlgorithm, resolve
 from nhgd.data.batch import Batch

@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nhgd._randomness import Randomness
-from nhgd._solver import Row, Solution
+from nhgd._solution import Row, Solution
 from nhgd.data.bundled import digits
 from nhgd.data.idx import find, read_images
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, counted, not_negative, positive, unknown
 from nhgd.execution import Inline
 from nhgd.inverse._krylov.spectrum import largest_eigenvalue
-from nhgd.loop.loop import Loop, Settings
+from nhgd.loop.loop import Loop
+from nhgd.loop.settings import LoopSettings
 from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
 from nhgd.schedule import Decay
@@ -273,7 +274,7 @@ class Cleaning(AbstractTask):
         if isinstance(warm_up, int) and warm_up:
             training.start_from_trusted()
             with Randomness(seed, device).scope():
-                loop = Loop(problem, inner_data, [full_outer], Settings(**inner), Inline())
+                loop = Loop(problem, inner_data, [full_outer], LoopSettings(**inner), Inline())
                 for _ in range(warm_up):
                     loop.inner_step()
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nhgd._solver import Solution
+from nhgd._solution import Solution
 from nhgd.algorithm import NHGD
 from nhgd.data.bundled import digits
 from nhgd.data.idx import find, read_images

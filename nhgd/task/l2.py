@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nhgd._solver import Solution
+from nhgd._solution import Solution
 from nhgd.data.bundled import breast_cancer
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, positive, unknown

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from nhgd._solver import Solution
+from nhgd._solution import Solution
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, not_negative, positive
 from nhgd.problem import Bilevel, Losses

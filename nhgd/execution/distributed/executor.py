@@ -378,8 +378,9 @@ class Distributed(AbstractExecutor):
     def fail(self, error: BaseException) -> None:
         """Tell the others why this process stops, and leave them."""
         if self._arrival is not None:
+            reason = error.reason if isinstance(error, NhgdError) else str(error)
             interrupted = isinstance(error, KeyboardInterrupt)
-            self._arrival.pulse.say("it was interrupted." if interrupted else str(error) or type(error).__name__)
+            self._arrival.pulse.say("it was interrupted." if interrupted else reason or type(error).__name__)
             self.close()
 
     def root_cause(self, error: NhgdError) -> NhgdError:

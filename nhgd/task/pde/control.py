@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from nhgd._solver import Solution
+from nhgd._solution import Solution
 from nhgd.algorithm import NHGD
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, counted, not_negative, positive, unknown

@@ -1,0 +1,115 @@
+"""What a run found: `Solution`, and the rows of its history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from nhgd._validation import number
+from nhgd.algorithm import AbstractAlgorithm, Loop, StepInfo
+from nhgd.errors import InputError
+from nhgd.execution.base import Traffic
+from nhgd.plot.history import draw_history
+from nhgd.variable import Given
+
+Row: TypeAlias = dict[str, Any]
+Metrics: TypeAlias = Callable[[Any, Any], dict[str, float]]
+# What a row of the history holds that two runs with one seed do not share.
+CLOCKED = ("seconds", "inner_seconds", "curvature_seconds", "waited_seconds", "overlap", "largest_lag")
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a run found.
+
+    Attributes:
+        v, theta: the objects that were given, trained in place.
+        history: one dict for each outer step: step, seconds, outer_loss, inner_loss, hypergradient_norm, the oracle calls so
+            far, and the metrics; and of the executor: lag (records that the curvature of the solve lacked), largest_lag (the
+            most that were outstanding during the inner loop), inner_seconds, curvature_seconds, waited_seconds, overlap
+            (the part of the curvature's time that the inner loop did not wait for) and bytes_sent.
+        stats: method, steps, seconds, threads (CPU threads that the steps were computed on: one where the largest operation is
+            small, unless OMP_NUM_THREADS, MKL_NUM_THREADS or torch.set_num_threads says how many), oracle calls, poor_solves
+            (outer steps whose linear solve was in trouble), execution; and
+            stagnation: a sentence where `run` has got nowhere.
+        result: the name of the stop rule that ended the run: "steps", "budget", "plateau", that of a rule of the caller's, or
+            "stopped" when the caller's own loop or `stop` ended it.
+    """
+
+    v: Given
+    theta: Given
+    history: list[Row]
+    stats: dict[str, Any]
+    result: str
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw the outer and the inner loss over time and write the picture to `path`."""
+        return draw_history(Path(path), self.history, self.stats["method"])
+
+
+def history_row(loop: Loop, info: StepInfo, work: Traffic, total: float, taken: float) -> Row:
+    """The row of the outer step that was just taken.
+
+    Args:
+        loop: what the step was taken on.
+        info: what the algorithm told of it.
+        work: what the executor measured during it.
+        total, taken: seconds of all steps, and of this one.
+    """
+    return {
+        "step": loop.clock.k,
+        "seconds": total,
+        "outer_loss": info.outer_loss,
+        "inner_loss": info.inner_loss,
+        "hypergradient_norm": info.hypergradient_norm,
+        "lag": info.lag,
+        "largest_lag": work.largest_lag,
+        "inner_seconds": max(0.0, taken - work.waited_seconds),
+        "curvature_seconds": work.curvature_seconds,
+        "waited_seconds": work.waited_seconds,
+        "overlap": work.overlap,
+        "bytes_sent": work.bytes_sent,
+        **loop.calls.as_dict(),
+        **info.notes,
+    }
+
+
+def statistics(algorithm: AbstractAlgorithm, loop: Loop, history: list[Row], seconds: float) -> dict[str, Any]:
+    """The `stats` of a solution."""
+    executor, traffic = loop.executor, loop.executor.measured()
+    return {
+        "method": algorithm.name,
+        "algorithm": repr(algorithm),
+        "inverse": None if loop.inverse is None else repr(loop.inverse),
+        "steps": loop.clock.k,
+        "seconds": seconds,
+        "threads": loop.threads,
+        "oracle_calls": loop.calls.as_dict(),
+        "poor_solves": sum(bool(row.get("poor_solve")) for row in history),
+        "stagnation": None,
+        "execution": {
+            "name": executor.name,
+            "processes": traffic.processes,
+            "bytes_sent": traffic.bytes_sent,
+            "waited_seconds": traffic.waited_seconds,
+            "curvature_seconds": traffic.curvature_seconds,
+            "overlap": traffic.overlap,
+            "records": traffic.records,
+            "max_lag": executor.max_lag if executor.background else 0,
+            "largest_lag": max((row.get("largest_lag", 0) for row in history), default=0),
+            "workers": loop.team.size,
+            "division": dict(loop.division),
+        },
+    }
+
+
+def metric_values(found: Any) -> dict[str, Any]:
+    """What metrics() returned, checked, with Python's own numbers: it stands in the rows of the history."""
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        odd = "a dict whose keys are not all text" if isinstance(found, dict) else f"a {type(found).__name__}"
+        raise InputError(
+            f"metrics() returned {odd}. Return a dict of numbers by name, for example {{'accuracy': 0.9}}."
+        )
+    return {name: number(value) for name, value in found.items()}
