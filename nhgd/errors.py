@@ -47,6 +47,20 @@ class NonFiniteError(RunError):
     """A number became infinite or undefined. The message names the step and the quantity."""
 
 
+class PeerError(RunError):
+    """Another process of the run failed, was lost, or did not answer in time.
+
+    Attributes:
+        rank: of that process; None where it is not known which of them it was.
+        role: "inner" or "curvature".
+    """
+
+    def __init__(self, sentence: str, rank: int | None = None, role: str | None = None) -> None:
+        super().__init__(sentence)
+        self.rank = rank
+        self.role = role
+
+
 class InverseWarning(UserWarning):
     """A linear solve did not do what its name promises, for example on negative curvature."""
 

@@ -32,7 +32,7 @@ def test_a_killed_curvature_rank_ends_the_run_and_a_restart_goes_on_from_the_che
     assert trial.process.returncode == 0, err.decode()
     assert json.loads(out)["steps"] == 100
     said = err.decode()
-    assert "Rank 1 (curvature) is gone" in said
+    assert "Rank 1 (curvature) ended with signal SIGKILL." in said
     assert "The last good checkpoint is" in said
     assert "Starting again, 1 of 1." in said
     assert "Going on from" in said
@@ -42,7 +42,7 @@ def test_a_killed_curvature_rank_ends_the_run_and_a_restart_goes_on_from_the_che
 def test_a_paused_inner_rank_is_noticed_in_time_and_nobody_is_left(tmp_path):
     row = harmed("pause", rank=1, world=3, moment=Moment("running", 0.5), timeout=TIMEOUT, task=QUADRATIC)
     assert good(row), row
-    assert "Rank 1 (inner) gave no sign of life for 3 s." in row["sentence"]
+    assert "Rank 1 (inner) gave no sign of life for 3 s: it is paused." in row["sentence"]
     assert "The last good checkpoint is" in row["sentence"]
 
 

@@ -1,135 +1,142 @@
-"""How the processes of a run are watched by the one that started them: real processes that do little."""
+"""How the agent that starts the processes of a run reports their end: real processes that do little."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
+import signal
+from pathlib import Path
 
 import pytest
 
 from nhgd.checkpoint import last_kept
-from nhgd.cli import _launch as launch
-from nhgd.cli._launch import Member
-from nhgd.errors import RunError
+from nhgd.cli import _launch, _started
+from nhgd.cli._launch import launch
+from nhgd.errors import InputError, RunError
 from nhgd.execution.distributed.roles import Roles
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="pipes are handed on")
+pytestmark = [
+    pytest.mark.skipif(os.name != "posix", reason="processes are ended by signals"),
+    # torch leaves the files open into which the processes write.
+    pytest.mark.filterwarnings(
+        "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:unclosed file:ResourceWarning"
+    ),
+]
 ROLES = Roles(1, 1)
-HEAD = "import os, sys, time; say = lambda letter: os.write(int(sys.argv[1]), letter); "
-WELL = "say(b'.'); say(b'!')"
-STAYS = "\nwhile True: say(b'.'); time.sleep(0.05)"
+PROGRAM = """
+import os, signal, sys, time
+sys.path.insert(0, {path!r})
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+def fail(sentence, code=1, lost=None, checkpoint=False):
+    from nhgd.cli._started import leave_error
+    leave_error(sentence, code, "RunError", lost, checkpoint)
+    sys.exit(code)
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+def pause():
+    os.kill(os.getpid(), signal.SIGSTOP)
+{body}
+"""
 
 
-@contextlib.contextmanager
-def started(*programs: str) -> Iterator[list[Member]]:
-    """Processes as `launch` starts them, with other programs; all are gone in the end."""
-    members = []
-    try:
-        for rank, program in enumerate(programs):
-            ours, theirs = os.pipe()
-            os.set_blocking(ours, False)
-            command = [sys.executable, "-S", "-c", HEAD + program, str(theirs)]
-            process = subprocess.Popen(command, pass_fds=(theirs,))
-            os.close(theirs)
-            members.append(Member(rank, process, ours, time.monotonic()))
-        yield members
-    finally:
-        launch._end(members)
+@pytest.fixture
+def launched(tmp_path, monkeypatch):
+    """A function that launches a program, given by its lines, in place of the command line in two processes."""
+    monkeypatch.setattr(_launch, "FAILING_SECONDS", 1.0)
+    monkeypatch.setattr(_launch, "CLOSING_SECONDS", 1.0)
+    package = tmp_path / "package" / "nhgd"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+
+    def run(body: str, restarts: int = 0, timeout: float = 1.0, checkpoint=str) -> int:
+        root = str(Path(_started.__file__).parents[2])
+        program = PROGRAM.format(path=root, body=body).replace("from nhgd.cli._started", "from _started")
+        (package / "__main__.py").write_text(program.replace(repr(root), repr(str(Path(_started.__file__).parent))))
+        monkeypatch.setenv("PYTHONPATH", str(package.parent))
+        monkeypatch.chdir(package.parent)
+        return launch([], ROLES, restarts, timeout, checkpoint)
+
+    return run
 
 
-def watched(*programs: str, timeout: float = 0.5) -> tuple[int, str | None]:
-    with started(*programs) as members:
-        return launch._watch(members, ROLES, timeout)
+def test_the_answer_of_the_first_process_is_ours(launched, capfdbinary):
+    assert launched("print('answer of', rank)", timeout=60.0) == 0
+    assert capfdbinary.readouterr().out == b"answer of 0\n"
 
 
-def test_when_all_end_well_there_is_nothing_to_say():
-    assert watched(WELL, WELL, timeout=60.0) == (0, None)
+def test_an_error_of_a_process_is_the_error_of_the_run(launched):
+    with pytest.raises(RunError, match=r"^The disk is full\.$"):
+        launched("fail('The disk is full.') if rank == 1 else time.sleep(600)")
 
 
-def test_who_stays_after_the_run_is_done_is_ended_by_a_sentence_and_the_run_is_good():
-    expected = "The run is done, but Rank 1 (curvature) did not end within 0.5 s after it, and was ended."
-    assert watched(WELL, STAYS) == (0, expected)
+def test_wrong_input_is_wrong_input_and_is_not_tried_again(launched, capfd):
+    with pytest.raises(InputError, match=r"^No such task\.$"):
+        launched("fail('No such task.', 2)", restarts=3)
+    assert "Starting again" not in capfd.readouterr().err
 
 
-def test_so_is_the_first_when_it_has_said_that_its_results_are_written():
-    expected = "The run is done, but Rank 0 (inner) did not end within 0.5 s after it, and was ended."
-    assert watched(WELL + STAYS, WELL) == (0, expected)
+def test_the_cause_is_preferred_to_what_the_others_saw_of_it(launched):
+    with pytest.raises(RunError, match=r"^The disk is full\.$"):
+        launched("fail('Rank 1 is gone.', lost=1) if rank == 0 else (time.sleep(0.5), fail('The disk is full.'))")
 
 
-def test_who_has_done_its_part_may_fall_while_the_first_writes_its_results():
-    falls = WELL + "; os.kill(os.getpid(), 9)"
-    code, why = watched(f"time.sleep(1); {WELL}", falls, timeout=60.0)
-    assert (code, why) == (0, "The run is done, but Rank 1 (curvature) ended with signal SIGKILL after it.")
+def test_a_killed_process_is_named_with_its_signal_and_the_last_checkpoint(launched):
+    with pytest.raises(RunError, match=r"^Rank 1 \(curvature\) ended with signal SIGKILL\. It is kept\.$"):
+        launched("die() if rank == 1 else time.sleep(600)", checkpoint=lambda: " It is kept.")
 
 
-def test_who_falls_before_has_failed_the_run(monkeypatch):
-    monkeypatch.setattr(launch, "NOTICING", 0.2)
-    assert watched(STAYS, "os.kill(os.getpid(), 9)") == (1, None)
+def test_a_paused_process_is_named_and_killed(launched):
+    with pytest.raises(RunError, match=r"^Rank 1 \(curvature\) gave no sign of life for 1 s: it is paused\.$"):
+        launched("pause() if rank == 1 else time.sleep(600)")
 
 
-@pytest.mark.parametrize("program", ["time.sleep(600)", "say(b'.'); time.sleep(600)"])
-def test_who_stands_still_is_named_from_its_very_start(monkeypatch, program):
-    monkeypatch.setattr(launch, "START", 1.0)
-    assert watched(STAYS, program) == (1, "Rank 1 (curvature) gave no sign of life for 1 s.")
+def test_a_process_that_others_did_not_hear_of_is_named_in_their_words(launched):
+    with pytest.raises(RunError, match=r"^Rank 1 \(curvature\) did not answer\. It is kept\.$"):
+        launched(
+            "fail('Rank 1 (curvature) did not answer. It is kept.', lost=1, checkpoint=True) if rank == 0 else time.sleep(600)"
+        )
 
 
-def test_a_started_process_beats_before_it_imports_anything():
-    # The first import of the program is of something that never ends.
-    ours, theirs = os.pipe()
-    program = launch.FIRST.replace("from nhgd.cli import main", "while True: time.sleep(1)")
-    environment = os.environ | {launch.SIGNS: str(theirs)}
-    process = subprocess.Popen([sys.executable, "-c", program], pass_fds=(theirs,), env=environment)
-    os.close(theirs)
-    try:
-        assert os.read(ours, 1) == launch.ALIVE
-        assert os.read(ours, 1) == launch.ALIVE
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-
-
-def fallen(says: bytes = b"") -> list[Member]:
-    """Two processes that were killed; the first had said something on standard error."""
-    with started("os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 9)") as members:
-        for member in members:
-            member.failed = member.process.wait()
-        members[0].said += says
-        return members
-
-
-def test_what_the_first_process_has_said_is_not_said_again(capsys):
-    members = fallen(b"Error: Rank 1 (curvature) is gone.\n")
-    assert launch._concluded(1, None, members, ROLES, silent=False) == 1
-    assert capsys.readouterr().out == ""
-    # It was ended before it could print the JSON object that was asked for.
-    assert launch._concluded(1, None, members, ROLES, silent=True) == 1
-    assert json.loads(capsys.readouterr().out) == {"error": "Rank 1 (curvature) is gone."}
-
-
-def test_what_the_first_process_could_not_say_is_said_for_it(capsys):
-    with pytest.raises(RunError, match=r"Rank 0 \(inner\) ended with signal SIGKILL\."):
-        launch._concluded(1, None, fallen(), ROLES, silent=True)
-    with pytest.raises(RunError, match="no sign of life"):
-        launch._concluded(1, "Rank 1 (curvature) gave no sign of life for 30 s.", fallen(), ROLES, silent=True)
-    assert launch._concluded(0, "The run is done, but ...", fallen(), ROLES, silent=False) == 0
-    assert capsys.readouterr().err == "Warning: The run is done, but ...\n"
+def test_a_failed_run_is_started_again_and_says_why(launched, capfd):
+    assert (
+        launched("print('attempt', attempt); attempt or (die() if rank else time.sleep(600))", restarts=2, timeout=60.0)
+        == 0
+    )
+    said = capfd.readouterr()
+    assert said.out == "attempt 1\n"
+    assert said.err == "Rank 1 (curvature) ended with signal SIGKILL. Starting again, 1 of 2.\n"
 
 
 @pytest.mark.parametrize(
-    ("more", "added"), [("lambda: ' It is kept.'", " It is kept."), ("lambda: time.sleep(600)", "")]
+    ("end", "warning"),
+    [
+        ("time.sleep(600)", "did not end within 1 s after it, and was killed."),
+        ("time.sleep(0.3); die()", "ended with signal SIGKILL after it."),
+    ],
 )
-def test_the_last_resort_ends_a_process_that_does_not_notice(more, added):
-    program = (
-        f"import time; from nhgd.cli._launch import end_now; end_now('Rank 1 is gone.', {more}, 0.0); time.sleep(600)"
-    )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (found.returncode, found.stderr) == (1, f"Error: Rank 1 is gone.{added}\n")
+def test_the_end_of_a_run_that_is_done_can_only_be_a_warning(launched, capfd, end, warning):
+    assert launched(f"print('answer') if rank == 0 else None\nif rank == 1: {end}", restarts=1) == 0
+    said = capfd.readouterr()
+    assert said.out == "answer\n"
+    assert said.err == f"Warning: The run is done, but Rank 1 (curvature) {warning}\n"
+
+
+def test_the_environment_and_the_handlers_of_signals_are_as_before(launched):
+    before, handler = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    launched("pass", timeout=60.0)
+    changed = {key for key in before.keys() | os.environ.keys() if before.get(key) != os.environ.get(key)}
+    assert changed <= {"PYTHONPATH"}
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_an_error_is_left_to_the_agent(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.delenv("NHGD_LAUNCHER", raising=False)
+    assert not _started.leave_error("Gone.", 1, "PeerError", 3)  # torchrun prints a table, and we print the sentence
+    monkeypatch.setenv("NHGD_LAUNCHER", "1")
+    assert _started.leave_error("Gone.", 1, "PeerError", 3)
+    told = json.loads((tmp_path / "error.json").read_text())
+    assert (told["message"], told["lost"], told["checkpoint"]) == ("Gone.", 3, False)
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_named_and_no_error(tmp_path):

@@ -21,9 +21,9 @@ from typer.main import get_command, get_group
 
 import nhgd
 from nhgd.cli import _signals as signals
-from nhgd.cli._started import started_by_someone
+from nhgd.cli._started import leave_error, started_by_someone
 from nhgd.cli._streams import mute, printable
-from nhgd.errors import InputError, RunError, unknown
+from nhgd.errors import InputError, NhgdError, PeerError, RunError, unknown
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class Program(TyperGroup):
                 code = super().main(given, *more, **extra)
                 sys.stdout.flush()  # so that what fails, fails here
             except InputError as error:
-                code = _fail(str(error), 2, given)
+                code = _fail(str(error), 2, given, error)
             except RunError as error:
-                code = _fail(str(error), 1, given)
+                code = _fail(str(error), 1, given, error)
             except KeyboardInterrupt as stop:
                 code = _interrupted(given, stop)
             except BrokenPipeError:
@@ -169,8 +169,13 @@ def _refused(error: OSError) -> str:
     return f"The system refused:{f' {error.filename}' if error.filename else ''} {error.strerror or error}."
 
 
-def _fail(sentence: str, code: int, given: list[str]) -> int:
+def _fail(sentence: str, code: int, given: list[str], error: NhgdError | None = None) -> int:
     sentence = printable(sentence)
+    if started_by_someone():
+        lost = (-1 if error.rank is None else error.rank) if isinstance(error, PeerError) else None
+        named = error is not None and bool(error.checkpoint)
+        if leave_error(sentence, code, type(error).__name__, lost, named):
+            return code  # whoever started this process prints one sentence for all
     print(f"Error: {sentence}", file=sys.stderr)
     if "--json" in given and os.environ.get("RANK", "0") == "0":  # of several processes one speaks
         with suppress(OSError):

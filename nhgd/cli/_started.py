@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from contextlib import suppress
+
+LAUNCHER = "NHGD_LAUNCHER"  # in the environment of a process that `launch` has started: the number of that process
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where the agent of torchrun, or of `launch`, reads why a process failed
 
 
 def started_by_someone() -> bool:
     """Whether this process is one of several that torchrun, or `launch`, has started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def leave_error(sentence: str, code: int, kind: str, lost: int | None = None, checkpoint: bool = False) -> bool:
+    """Leave an error to the agent that started this process; whether that will print it.
+
+    Args:
+        sentence: what to print.
+        code: the exit code.
+        kind: the class of the error.
+        lost: the rank of another process that was lost, -1 where it is not known which; None: the error is this one's own.
+        checkpoint: whether the sentence names the last checkpoint.
+    """
+    if not os.environ.get(ERROR_FILE):
+        return False
+    told = {"message": sentence, "timestamp": str(int(time.time())), "code": code}
+    with suppress(OSError), open(os.environ[ERROR_FILE], "w", encoding="utf-8") as file:
+        json.dump(told | {"kind": kind, "lost": lost, "checkpoint": checkpoint}, file)
+    return LAUNCHER in os.environ

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -24,7 +23,7 @@ from nhgd._plan import readable
 from nhgd._progress import bar
 from nhgd._solver import Solver
 from nhgd.algorithm import AbstractAlgorithm
-from nhgd.cli._launch import LAUNCHER, done, end_now, launch, started_by_someone, tie_to_launcher
+from nhgd.cli._launch import launch, tie_to_launcher
 from nhgd.cli._options import (
     Changes,
     DataFolder,
@@ -42,6 +41,7 @@ from nhgd.cli._options import (
 )
 from nhgd.cli._output import check_folder, console, folder, jsonable, number, print_json, table
 from nhgd.cli._settings import check_early, for_execution, for_run, for_task, parse
+from nhgd.cli._started import LAUNCHER, started_by_someone
 from nhgd.cli.run import named_method, printed_settings, refuse_idle
 from nhgd.errors import InputError
 from nhgd.execution import EXECUTIONS, AbstractExecutor, Distributed, resolve
@@ -280,25 +280,19 @@ def _take_part(case: Case, warmup: int, steps: int) -> None:
     (name,) = case.how
     executor = case.executor(name)
     assert isinstance(executor, Distributed)
-    executor.last_resort = end_now
     executor.arrive()
     trial = measured(case.begin(executor), warmup, steps)
     if executor.leads:
         print(json.dumps(trial))
-    done()
 
 
 def _launched(words: Sequence[str], executor: Distributed, as_json: bool) -> Trial:
     """What the first of several processes measured; they start and end here."""
     heard = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with redirect_stdout(heard):
-        code = launch(words, executor.roles, 0, executor.timeout)
+        launch(words, executor.roles, 0, executor.timeout)
     heard.seek(0)
     said = heard.read()
-    if code:
-        if as_json:
-            sys.stdout.write(said)  # the first process's {"error": ...}; people have read it on standard error
-        raise typer.Exit(code)
     found: Trial = json.loads(said)
     return found
 

@@ -21,7 +21,7 @@ from nhgd._solution import Solution
 from nhgd.algorithm import AbstractAlgorithm
 from nhgd.checkpoint import claimed, exists, last_kept
 from nhgd.cli import _signals as signals
-from nhgd.cli._launch import LAUNCHER, done, end_now, launch, started_by_someone, tie_to_launcher
+from nhgd.cli._launch import launch, tie_to_launcher
 from nhgd.cli._options import (
     Changes,
     DataFolder,
@@ -39,7 +39,8 @@ from nhgd.cli._options import (
 )
 from nhgd.cli._output import Folder, check_folder, console, folder, jsonable, number, print_json, table
 from nhgd.cli._settings import check_early, for_execution, for_run, for_task, parse
-from nhgd.errors import InputError, RunError
+from nhgd.cli._started import LAUNCHER, started_by_someone
+from nhgd.errors import InputError
 from nhgd.execution import Distributed
 from nhgd.execution import resolve as resolve_execution
 from nhgd.reproduce.settings import EXPERIMENTS, TABLE, paper
@@ -127,10 +128,6 @@ def run(
         if isinstance(executor, Distributed):
             where = device_of_rank(where)
             tie_to_launcher()
-            checkpoints = kept.get("checkpoint")
-            executor.last_resort = lambda lost: end_now(
-                lost, lambda: "" if checkpoints is None else last_kept(checkpoints)
-            )
             executor.arrive()  # before anything that takes long, so that the others know that we are coming
         try:
             keep_to_threads(chosen.threads, where)
@@ -164,7 +161,6 @@ def run(
         try:
             solution = solver.run(steps=steps, budget=budget)
             if not executor.leads:
-                done()
                 return
             answer = {
                 "task": task,
@@ -211,18 +207,18 @@ def run(
             file=sys.stderr,
         )
         raise typer.Exit(128 + asked.number)
-    done()
 
 
 def _launched(arguments: list[str], executor: Distributed, restarts: int, checkpoint: Path | None) -> int:
-    """The exit code of a run in several processes; where none of them could say so, its error names the last checkpoint."""
+    """The exit code of a run in several processes."""
+
+    def known() -> str:
+        return "" if checkpoint is None else last_kept(checkpoint)
+
     try:
-        return launch(arguments, executor.roles, restarts, executor.timeout)
-    except RunError as error:
-        known = "" if checkpoint is None or "checkpoint" in str(error) else last_kept(checkpoint)
-        raise RunError(f"{error}{known}") from error
+        return launch(arguments, executor.roles, restarts, executor.timeout, known)
     except KeyboardInterrupt as stop:
-        stop.args = ("" if checkpoint is None else last_kept(checkpoint).strip(),)
+        stop.args = (known().strip(),)
         raise
 
 
