@@ -23,10 +23,11 @@ from torch import nn
 
 import nhgd
 from benchmarks.environment import environment
+from nhgd._tree import tensors
 from nhgd.algorithm import NHGD
 from nhgd.execution import Distributed
 from nhgd.inverse import KFAC, FisherDiagonal
-from nhgd.record import InnerRecord, tensors
+from nhgd.record import InnerRecord
 
 SAMPLES, BATCH, INNER, STEPS, WARM = 960, 48, 200, 6, 1
 

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 import nhgd
 from benchmarks.environment import environment
+from nhgd._tree import tensors
 from nhgd.execution import AbstractExecutor, Device, Inline, Thread
 from nhgd.inverse import KFAC
 from nhgd.loop.loop import Loop
 from nhgd.loop.settings import LoopSettings
-from nhgd.record import tensors
 
 BATCH, SAMPLES = 64, 4096
 MODELS = {"one layer": (146, 10), "three layers": (48, 28, 18, 10)}

@@ -14,8 +14,9 @@ from nhgd._cost import Operation, Shape, Work, work
 from nhgd._memory import synchronise
 from nhgd._recording.recorder import Recorder
 from nhgd._threads import on_suited_threads
+from nhgd._tree import map_tensors
 from nhgd._validation import validated
-from nhgd.data.batch import Batch, common_length, move, transform
+from nhgd.data.batch import Batch, common_length, move
 from nhgd.errors import InputError, NhgdError
 from nhgd.inverse import INVERSES, AbstractInverse, FisherWindow, resolve
 from nhgd.oracle import Oracle
@@ -258,7 +259,7 @@ def _places(problem: Bilevel, batch: Batch) -> dict[str, int] | None:
         return None
     try:
         with problem.guarded(seed=0):
-            record = Recorder(problem, "layer").step(transform(batch, lambda t: t[:1] if t.ndim else t)).record
+            record = Recorder(problem, "layer").step(map_tensors(lambda t: t[:1] if t.ndim else t, batch)).record
     except (NhgdError, RuntimeError, IndexError, ValueError):  # what learns from layers will say why
         return None
     return {layer.weight: layer.inputs.shape[1] for layer in getattr(record, "layers", ())}

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nhgd.data.batch import Batch, common_length, transform
+from nhgd._tree import map_tensors
+from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError, RunError, positive
 
 RANK_SEED = 0x9E3779B97F4A7C15  # far apart, so that the seeds of one worker are never those of another
@@ -174,7 +175,7 @@ class Team(AbstractTeam):
             return batch
         parts = self.parts(total)
         place = self.place(parts)
-        return Shard(transform(batch, lambda t: t[place] if t.ndim else t), parts, self)
+        return Shard(map_tensors(lambda t: t[place] if t.ndim else t, batch), parts, self)
 
     def adopt(self, batch: Batch) -> Shard:
         """A batch that is this worker's part already, as a DistributedSampler gives it."""

@@ -11,7 +11,7 @@ with a `team` an inverse sums over the workers what it makes of the record. With
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nhgd._tree import map_tensors, tensors
 from nhgd.data_parallel import Team
 
 RecordKind: TypeAlias = Literal["batch", "raw", "sample", "layer"]
@@ -129,49 +130,6 @@ class LayerStatistics:
 InnerRecord: TypeAlias = BatchGradient | PerSampleGradients | LayerStatistics
 
 
-def mapped(record: InnerRecord, function: Callable[[Tensor], Tensor]) -> InnerRecord:
-    """The same record with `function` applied to every tensor it holds, in the order of `tensors`."""
-    if isinstance(record, BatchGradient):
-        row, raw = (None if t is None else function(t) for t in (record.row, record.raw))
-        return replace(record, row=row, raw=raw)
-    if isinstance(record, PerSampleGradients):
-        return replace(record, rows=function(record.rows))
-    return replace(
-        record,
-        layers=tuple(
-            replace(
-                layer,
-                raw_inputs=tuple(map(function, layer.raw_inputs)),
-                raw_scores=tuple(tuple(map(function, call)) for call in layer.raw_scores),
-                scale=function(layer.scale),
-            )
-            for layer in record.layers
-        ),
-        other_rows=None if record.other_rows is None else function(record.other_rows),
-        weights=None if record.weights is None else function(record.weights),
-    )
-
-
-def tensors(record: InnerRecord) -> Iterator[Tensor]:
-    """Every tensor of a record. Nothing is made on the way: this is done at every inner step."""
-    if isinstance(record, BatchGradient):
-        for tensor in (record.row, record.raw):
-            if tensor is not None:
-                yield tensor
-        return
-    if isinstance(record, PerSampleGradients):
-        yield record.rows
-        return
-    for layer in record.layers:
-        yield from layer.raw_inputs
-        for call in layer.raw_scores:
-            yield from call
-        yield layer.scale
-    for tensor in (record.other_rows, record.weights):
-        if tensor is not None:
-            yield tensor
-
-
 def joined(record: InnerRecord, team: Team) -> InnerRecord:
     """The same record as summed over a team, where it is of a part of a batch."""
     if isinstance(record, BatchGradient) or record.parts is None:
@@ -200,7 +158,7 @@ def whole(record: InnerRecord) -> InnerRecord:
     samples, team, parts = record.samples, record.team, record.parts
     # Rows come root by root, (K B, ...): the samples are brought to the front, and back.
     found = iter(team.gather([_by_sample(t, samples) for t in tensors(record)], parts))
-    gathered = mapped(record, lambda t: _by_root(next(found), len(t) // samples))
+    gathered = map_tensors(lambda t: _by_root(next(found), len(t) // samples), record)
     assert not isinstance(gathered, BatchGradient)
     return replace(gathered, samples=sum(parts), parts=None)
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import nhgd
+from nhgd._tree import map_tensors, named_tensors
 from nhgd.data import Stream
-from nhgd.data.batch import common_length, fingerprint, first_bad, leaves, move, transform
+from nhgd.data.batch import common_length, fingerprint, first_bad, move
 from nhgd.oracle import Oracle
 from tests.catalogue import normal
 
@@ -188,7 +189,7 @@ def test_kinds_are_kept_moved_and_looked_into(kind: str) -> None:
 def test_samples_are_counted_and_sliced(kind: str) -> None:
     batch = ragged(kind)[0]
     assert common_length(batch) == 8
-    part = transform(batch, lambda t: t[2:5])
+    part = map_tensors(lambda t: t[2:5], batch)
     assert type(part) is type(batch)
     assert common_length(part) == 3
     assert all(torch.equal(a, b[2:5]) for a, b in zip(taken(part), taken(batch), strict=True))
@@ -197,14 +198,14 @@ def test_samples_are_counted_and_sliced(kind: str) -> None:
 
 def test_what_a_batch_holds_beside_tensors_is_kept() -> None:
     batch = ragged("dataclass")[0]
-    assert transform(batch, lambda t: t + 1).names == ["a"]
+    assert map_tensors(lambda t: t + 1, batch).names == ["a"]
     encoding = Encoding(x=torch.zeros(2))
     encoding.note = "mine"
-    assert transform(encoding, lambda t: t + 1).note == "mine"
-    assert transform(encoding, lambda t: t + 1).x.tolist() == [1.0, 1.0]
+    assert map_tensors(lambda t: t + 1, encoding).note == "mine"
+    assert map_tensors(lambda t: t + 1, encoding).x.tolist() == [1.0, 1.0]
     assert encoding.x.tolist() == [0.0, 0.0]
-    assert transform(defaultdict(list, x=torch.zeros(1)), lambda t: t)["none"] == []
-    assert [path for path, _ in leaves((ragged("frozen dataclass")[0], {"z": torch.zeros(1)}))] == [
+    assert map_tensors(lambda t: t, defaultdict(list, x=torch.zeros(1)))["none"] == []
+    assert [path for path, _ in named_tensors((ragged("frozen dataclass")[0], {"z": torch.zeros(1)}))] == [
         "[0].x",
         "[0].y",
         "[0].i",
@@ -216,7 +217,7 @@ def test_a_packed_sequence_is_moved_by_itself() -> None:
     packed = pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)])
     batch = (packed, torch.zeros(2))
     assert common_length(batch) is None  # its rows are not samples
-    assert isinstance(transform(batch, lambda t: t[:1])[0], PackedSequence)
+    assert isinstance(map_tensors(lambda t: t[:1], batch)[0], PackedSequence)
     assert first_bad((pack_sequence([torch.tensor([[1.0], [float("inf")]])]), torch.zeros(1))) is not None
 
     class Recurrent(nn.Module):

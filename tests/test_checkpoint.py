@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import nhgd
 from nhgd._solution import CLOCKED
+from nhgd._tree.encoding import Decoder, Encoder, Unencodable, expected
 from nhgd.algorithm import AID, NHGD, TTSA
 from nhgd.checkpoint import writer as keepers
 from nhgd.checkpoint.files import newest
-from nhgd.checkpoint.tree import Unkept, expected, pack, unpack
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Nystrom, Refined
 from nhgd.schedule import Decay, Power
 from nhgd.task import Quadratic
@@ -595,9 +595,10 @@ def test_trees_come_back_with_their_layout():
         "views": [torch.arange(12).reshape(3, 4).T[::2], torch.zeros(()).expand(3), torch.zeros(0, 2)],
         "numpy": np.float32(0.1),
     }
-    tensors: dict[str, Tensor] = {}
-    node = json.loads(json.dumps(pack(tree, "x", tensors)))
-    back = unpack(node, {k: t.clone() for k, t in tensors.items()}, expected(tree), torch.device("cpu"))
+    encoder = Encoder()
+    node = json.loads(json.dumps(encoder.encode(tree, "x")))
+    tensors = {name: t.clone() for name, t in encoder.tensors.items()}
+    back = Decoder(tensors, expected(tree), torch.device("cpu")).decode(node)
     found = back["branch"].leaves[0].pair.first
     assert torch.equal(found, column_major)
     assert found.stride() == column_major.stride()
@@ -617,8 +618,8 @@ def test_trees_come_back_with_their_layout():
 
 
 def test_what_cannot_be_kept_is_refused_before_the_first_step(tmp_path):
-    with pytest.raises(Unkept):
-        pack({"a": object()}, "x", {})
+    with pytest.raises(Unencodable):
+        Encoder().encode({"a": object()}, "x")
 
     class Counter:
         pass

@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nhgd
 from nhgd._memory import PeakMemory
+from nhgd._tree import map_tensors, named_tensors, tensors
 from nhgd.data import Data, Stream, reiterable
-from nhgd.data.batch import common_length, first_bad, leaves, lengths, move, transform
+from nhgd.data.batch import common_length, first_bad, lengths, move
 
 CPU = torch.device("cpu")
 
@@ -205,8 +206,8 @@ NESTED = {"pair": Pair(torch.zeros(2), [torch.ones(2, 3), "text"]), "n": 5, "sca
 
 
 def test_a_batch_may_be_nested() -> None:
-    assert [path for path, _ in leaves(NESTED)] == ["['pair'][0]", "['pair'][1][0]", "['scalar']"]
-    doubled = transform(NESTED, lambda t: 2 * t)
+    assert [path for path, _ in named_tensors(NESTED)] == ["['pair'][0]", "['pair'][1][0]", "['scalar']"]
+    doubled = map_tensors(lambda t: 2 * t, NESTED)
     assert isinstance(doubled["pair"], Pair)
     assert torch.equal(doubled["pair"].y[0], torch.full((2, 3), 2.0))
     assert doubled["pair"].y[1] == "text"
@@ -219,7 +220,7 @@ def test_a_batch_may_be_nested() -> None:
 
 def test_moving_to_where_it_is_copies_nothing() -> None:
     moved = move(NESTED, CPU)
-    assert all(a is b for (_, a), (_, b) in zip(leaves(moved), leaves(NESTED), strict=True))
+    assert all(a is b for a, b in zip(tensors(moved), tensors(NESTED), strict=True))
 
 
 def test_the_first_bad_number_is_found() -> None:

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 import nhgd
 from nhgd._recording.recorder import Recorder
 from nhgd._solution import CLOCKED
+from nhgd._tree import tensors
 from nhgd.algorithm import AID, NHGD, AbstractAlgorithm, NHGDSingle
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError
 from nhgd.execution import Distributed, Inline
@@ -36,7 +37,6 @@ from nhgd.execution.distributed.server import Serving
 from nhgd.execution.distributed.wire import from_bytes, joined, packed, shapes, to_bytes, unpacked
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Refined
 from nhgd.loop.loop import Loop, StepInfo
-from nhgd.record import tensors
 from nhgd.variable import Variable
 from tests import catalogue, oracles
 from tests.processes import together

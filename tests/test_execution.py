@@ -12,6 +12,7 @@ from torch import nn
 import nhgd
 from nhgd._recording.recorder import Recorder
 from nhgd._solution import CLOCKED
+from nhgd._tree import tensors
 from nhgd.algorithm import AID, NHGD, NHGDSingle
 from nhgd.errors import InputError, RunError
 from nhgd.execution import Device, Inline, Stream, Thread, resolve
@@ -19,7 +20,7 @@ from nhgd.execution._background import Launched
 from nhgd.execution.base import Traffic
 from nhgd.inverse import EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Identity, Refined
 from nhgd.oracle import Oracle
-from nhgd.record import PerSampleGradients, tensors
+from nhgd.record import PerSampleGradients
 from tests import catalogue, oracles
 
 BESIDE = {"thread": Thread, "device": lambda **settings: Device("cpu", **settings)}

@@ -11,11 +11,12 @@ from torch import nn
 
 import nhgd
 from nhgd._recording.recorder import Recorder
+from nhgd._tree import map_tensors, tensors
 from nhgd.algorithm import AID, NHGD, NHGDSingle
 from nhgd.execution import Device, Stream, Thread
 from nhgd.inverse import EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Refined
 from nhgd.oracle import Oracle
-from nhgd.record import BatchGradient, mapped, tensors
+from nhgd.record import BatchGradient
 from tests import catalogue
 
 pytestmark = [
@@ -142,7 +143,7 @@ def test_memory_is_kept_for_the_side_stream():
     for _ in range(30):
         record = recorder.step(batch).record
         # A copy: what one executor derives from a record is kept with it, in memory of its own stream.
-        inline.submit(mapped(record, torch.clone))
+        inline.submit(map_tensors(torch.clone, record))
         with torch.cuda.stream(side._side):
             spin @ spin  # the side stream falls behind
         side.submit(record)

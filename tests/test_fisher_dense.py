@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from nhgd.inverse.fisher_dense import DenseState, FisherDense
 from nhgd.oracle import Oracle
 from nhgd.record import BatchGradient, PerSampleGradients
 from tests import catalogue, oracles
+from tests.storage import stored
 
 D = 50
 
@@ -444,7 +444,7 @@ def test_solve_is_linear_symmetric_and_pure(form: Any) -> None:
 def test_the_state_moves_and_saves(form: Any) -> None:
     inverse = FisherDense(form=form, update="ema")
     state = taught(inverse, normal(5, 3, 8))
-    loaded = DenseState.restore(safetensors.torch.load(safetensors.torch.save(state.to("cpu").tensors())))
+    loaded = stored(state.to("cpu"))
     rows = normal(3, 8, seed=1)
     copy = state.clone()
     one, two = inverse.observe(state, per_sample(rows)), inverse.observe(loaded, per_sample(rows))

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
 import nhgd
 from nhgd._recording.recorder import Recorder
 from nhgd.inverse import FisherDiagonal
 from nhgd.inverse._learned.learning import learn
-from nhgd.inverse.fisher_diagonal import FisherDiagonalState
 from tests import oracles
 from tests.catalogue import (
     PER_SAMPLE,
@@ -25,6 +23,7 @@ from tests.catalogue import (
     normal,
     ridge_tree,
 )
+from tests.storage import stored
 
 
 def diagonal(problem: nhgd.Bilevel, batches: list[Any], **options: Any) -> Tensor:
@@ -119,7 +118,7 @@ def test_state_is_left_alone_moves_and_saves() -> None:
     assert record is not None
     later = inverse.observe(state, record)
     assert torch.equal(state.diagonal, before)
-    restored = FisherDiagonalState.restore(load(save(state.tensors())))
+    restored = stored(state)
     assert torch.equal(inverse.solve(state.to("cpu"), u, at)[0], x)
     assert torch.equal(inverse.solve(restored, u, at)[0], x)
     assert torch.equal(inverse.observe(restored, record).diagonal, later.diagonal)

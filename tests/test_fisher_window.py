@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from nhgd.inverse.fisher_window import FisherWindow, WindowState
 from nhgd.oracle import Oracle
 from nhgd.record import BatchGradient, PerSampleGradients
 from tests import catalogue, oracles
+from tests.storage import stored
 
 D = 12
 
@@ -484,7 +484,7 @@ def test_the_state_moves_and_saves(name: str) -> None:
     problem, batches = of_net(name)
     inverse = FisherWindow(window=6, weights="ema")
     state = learn(inverse, problem, batches[:2])
-    loaded = WindowState.restore(safetensors.torch.load(safetensors.torch.save(state.to("cpu").tensors())))
+    loaded = stored(state.to("cpu"))
     record = Recorder(problem, "layer").step(batches[2]).record
     copy = state.clone()
     one, two = inverse.observe(state, record), inverse.observe(loaded, record)
@@ -500,7 +500,7 @@ def test_an_empty_state_with_odd_names_saves_too() -> None:
     problem = nhgd.Bilevel(lambda t, v, x: x @ t["a/b"] * v, lambda t, v, x: v, theta, torch.ones(()))
     state = FisherWindow().init(problem.theta)
     assert state.starts == {"a/b": 0, "c#int": 2, "50%": 5}
-    assert WindowState.restore(safetensors.torch.load(safetensors.torch.save(state.tensors()))) == state
+    assert stored(state) == state
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ ORDER = """
     errors
     _validation _path
     _registry _duration stop schedule _memory _progress _interruption _randomness _stagnation _autocast
+    _tree
     plot
     data likelihood
     data_parallel

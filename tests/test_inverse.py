@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
 import nhgd
@@ -21,6 +20,7 @@ from nhgd.inverse._learned.state import State
 from nhgd.oracle import Oracle, OracleCalls
 from tests import oracles
 from tests.catalogue import INVERSES, InverseCase, Make, mlp_module, normal, of_classifier, plain_tensor, settled
+from tests.storage import stored
 
 PAIRS = [pytest.param(case, make, id=f"{case.label}-{make.__name__}") for case in INVERSES for make in case.problems]
 each_pair = pytest.mark.parametrize(("case", "make"), PAIRS)
@@ -144,8 +144,7 @@ def test_the_state_survives_storage(case: InverseCase) -> None:
     assert isinstance(state, State)
     u = normal(problem.theta.numel)
     expected, _ = inverse.solve(state, u, point)
-    stored = load(save(state.tensors()))
-    for copy in (type(state).restore(stored), state.to("cpu"), state.clone()):
+    for copy in (stored(state), state.to("cpu"), state.clone()):
         assert torch.equal(inverse.solve(copy, u, point)[0], expected)
 
 

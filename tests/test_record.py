@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import nhgd
 from nhgd._recording.recorder import Recorder
+from nhgd._tree import map_tensors, tensors
 from nhgd.inverse import FisherDense, FisherWindow
 from nhgd.likelihood import AbstractLikelihood
 from nhgd.oracle import Oracle, OracleCalls
-from nhgd.record import BatchGradient, LayerStatistics, PerSampleGradients, mapped, tensors
+from nhgd.record import BatchGradient, LayerStatistics, PerSampleGradients
 from tests import oracles
 from tests.catalogue import PER_SAMPLE, PROBLEMS, Made, Make, cross_entropy, normal, plain_tensor, weighted_logistic
 
@@ -843,7 +844,7 @@ def test_the_tensors_of_a_record_come_in_the_order_in_which_they_are_mapped(kind
     record = Recorder(problem, kind, "empirical").step(batch).record
     assert record is not None
     seen: list[Tensor] = []
-    mapped(record, lambda t: (seen.append(t), t)[1])
+    map_tensors(lambda t: (seen.append(t), t)[1], record)
     walked = list(tensors(record))
     assert len(walked) == len(seen) >= {"raw": 1, "batch": 1, "sample": 1, "layer": 8}[kind]
     assert all(a is b for a, b in zip(walked, seen, strict=True))

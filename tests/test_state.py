@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from nhgd.inverse._learned.state import State
+from tests.storage import stored
 
 
 @dataclass
@@ -48,17 +48,11 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def test_a_state_comes_back() -> None:
+def test_a_state_comes_back_from_disk() -> None:
     state = example()
-    back = Full.restore(state.tensors())
+    back = stored(state)
     assert same(vars(back), vars(state))
-    assert isinstance(back.count, int)
-    assert isinstance(back.share, float)
-
-
-def test_a_state_comes_back_from_safetensors() -> None:
-    state = example()
-    assert same(vars(Full.restore(load(save(state.tensors())))), vars(state))
+    assert [type(value) for value in (back.count, back.share, back.flag)] == [int, float, bool]
 
 
 def test_a_moved_state_is_the_same() -> None:
@@ -77,6 +71,18 @@ def test_a_clone_has_memory_of_its_own() -> None:
     assert same(clone.tensors(), expected)
 
 
-def test_a_state_says_what_it_cannot_hold() -> None:
-    with pytest.raises(TypeError, match=r"A state cannot hold a str \(layers/a\)"):
-        Full(torch.zeros(1), layers={"a": "text"}).tensors()
+def test_a_state_names_its_tensors_as_python_does() -> None:
+    assert list(example().tensors()) == [
+        ".matrix",
+        ".layers['0.weight']['a']",
+        ".layers['0.weight']['b']",
+        ".layers['with/slash#int']",
+        ".layers['with space']['deep/er']['x']",
+    ]
+
+
+def test_a_state_says_what_a_copy_would_share() -> None:
+    state = Full(torch.zeros(1), layers={"a": "text"})
+    for copied in (state.clone, lambda: state.to("cpu")):
+        with pytest.raises(TypeError, match=r"A state cannot hold a str \(\.layers\['a'\]\)"):
+            copied()

@@ -14,13 +14,14 @@ import torch
 
 import nhgd
 from nhgd._recording.recorder import Recorder
+from nhgd._tree import map_tensors, tensors
 from nhgd.algorithm import NHGD
 from nhgd.errors import NonFiniteError, RunError
 from nhgd.execution import Inline, Stream
 from nhgd.execution import _cuda_graph as replays
 from nhgd.execution._stopwatch import Stopwatch
 from nhgd.inverse import KFAC, FisherDense
-from nhgd.record import BatchGradient, mapped, tensors
+from nhgd.record import BatchGradient
 from tests import catalogue
 
 GPU = torch.device("cuda", 0)
@@ -103,7 +104,7 @@ def card(monkeypatch):
 
     def captured(self, key, graphables, records, joined):  # type: ignore[no-untyped-def]
         card.captured += 1
-        fixed = [mapped(record, torch.clone) for record in records]
+        fixed = [map_tensors(torch.clone, record) for record in records]
         result = torch.empty(4, dtype=torch.float64)
 
         def work() -> None:
@@ -274,7 +275,7 @@ def test_each_launch_is_judged_by_its_own_numbers(card, max_lag, held):
             inline.begin()
             executor.begin()
             for scale in range(1, length + 1):
-                given = mapped(record(), lambda t, scale=scale: t * scale)  # type: ignore[misc]
+                given = map_tensors(lambda t, scale=scale: t * scale, record())  # type: ignore[misc]
                 inline.submit(given)
                 executor.submit(given)
             found, expected = executor.keep(), inline.keep()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from nhgd._randomness import set_states, standing, states, unmoved
-from nhgd.data.batch import Batch, common_length, leaves, transform
+from nhgd._tree import map_tensors, named_tensors
+from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
 from nhgd.problem import Bilevel, Losses
 
@@ -124,12 +125,12 @@ class OneSampleGradients:
         """(K, B, D_other)."""
         theta = self.problem.theta
         samples = _samples(batch)
-        tensors = dict(leaves(batch))
+        tensors = dict(named_tensors(batch))
         mapped = {path: t for path, t in tensors.items() if t.ndim and t.shape[0] == samples}
 
         def loss(chosen: dict[str, Tensor], rows: dict[str, Tensor], seed: Tensor | None) -> Tensor:
             values = iter(rows[path].unsqueeze(0) if path in rows else t for path, t in tensors.items())
-            one = transform(batch, lambda _: next(values))
+            one = map_tensors(lambda _: next(values), batch)
             full = [chosen.get(n, leaf.detach()) for n, leaf in zip(theta.names, theta.leaves, strict=True)]
             return _scalar(self.problem.losses(one, theta=full), seed)
 
@@ -195,12 +196,12 @@ def _precision(dtype: torch.dtype) -> torch.dtype:
 
 def _picked(batch: Batch, rows: list[int], samples: int) -> Batch:
     """A batch of chosen samples."""
-    return transform(batch, lambda t: t[rows] if t.ndim and t.shape[0] == samples else t)
+    return map_tensors(lambda t: t[rows] if t.ndim and t.shape[0] == samples else t, batch)
 
 
 def _only(batch: Batch, i: int, samples: int) -> Batch:
     """A batch of the i-th sample alone."""
-    return transform(batch, lambda t: t[i : i + 1] if t.ndim and t.shape[0] == samples else t)
+    return map_tensors(lambda t: t[i : i + 1] if t.ndim and t.shape[0] == samples else t, batch)
 
 
 def _samples(batch: Batch) -> int:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from nhgd._tree.encoding import expected
 from nhgd.checkpoint import schema
-from nhgd.checkpoint.tree import expected
 from nhgd.data.batch import fingerprint
 from nhgd.errors import InputError
 from nhgd.loop.loop import Loop, Mover

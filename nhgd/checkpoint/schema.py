@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from nhgd.checkpoint.tree import DTYPES, OPTIMISERS
+from nhgd._tree.encoding import DTYPES, OPTIMISERS
 
 DEEPEST = 60  # levels of a tree; a run has about ten
 LARGEST = 2**62  # of any counter
@@ -113,7 +113,7 @@ def anything(value: Any, where: str) -> None:
 
 
 def tree(tensors: Mapping[str, Tensor]) -> Check:
-    """A tree as `pack` makes them, of these tensors."""
+    """A tree as an `Encoder` makes them, of these tensors."""
     names = text
     kinds: dict[str, Callable[[Any, str, int], None]] = {}
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from nhgd import schedule
+from nhgd._tree.encoding import Decoder, Encoder, difference, full_name, in_words, is_opaque
 from nhgd.algorithm import ALGORITHMS, AbstractAlgorithm
 from nhgd.algorithm import resolve as resolve_algorithm
 from nhgd.checkpoint import schema
-from nhgd.checkpoint.tree import difference, full_name, in_words, is_opaque, pack, unpack
 from nhgd.errors import InputError, unknown
 from nhgd.inverse import INVERSES
 from nhgd.problem import Bilevel
@@ -38,10 +38,10 @@ def own_classes() -> dict[str, type]:
     return {full_name(c): c for c in (*ALGORITHMS._own.values(), *INVERSES._own.values(), *schedules)}
 
 
-def packed(settings: Mapping[str, Any], algorithm: AbstractAlgorithm) -> dict[str, Any]:
+def encoded(settings: Mapping[str, Any], algorithm: AbstractAlgorithm) -> dict[str, Any]:
     """The settings of a solver as JSON, functions and the like noted but not held."""
     given = {name: value for name, value in settings.items() if name not in _WHERE} | {"method": algorithm}
-    return {name: pack(value, name, {}, opaque=True) for name, value in given.items()}
+    return {name: Encoder(opaque=True).encode(value, name) for name, value in given.items()}
 
 
 def to_continue(path: Path, stored: Mapping[str, Any], given: Mapping[str, Any], problem: Bilevel) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def to_continue(path: Path, stored: Mapping[str, Any], given: Mapping[str, Any],
             continue
         if name == "method":
             value = resolve_algorithm(value).prepared(problem)
-        found = difference(stored[name], pack(value, name, {}, opaque=True), name)
+        found = difference(stored[name], Encoder(opaque=True).encode(value, name), name)
         if found is not None:
             where, was, now = found
             raise InputError(
@@ -72,7 +72,7 @@ def to_continue(path: Path, stored: Mapping[str, Any], given: Mapping[str, Any],
         )
     for name, node in stored.items():
         if name not in given:
-            chosen[name] = value = unpack(node, {}, known, torch.device("cpu"))
+            chosen[name] = value = Decoder({}, known, torch.device("cpu")).decode(node)
             _PLAIN.get(name, schema.anything)(value, name)
             if is_dataclass(value):
                 schema.announced(value, name)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from nhgd._path import check_name
+from nhgd._tree.encoding import Classes, Decoder, Encoder, Unencodable, expected
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.checkpoint import contents, files, schema
 from nhgd.checkpoint.lock import Lock
-from nhgd.checkpoint.settings import packed, remade, to_continue
-from nhgd.checkpoint.tree import Classes, Unkept, expected, pack, pack_row, unpack
+from nhgd.checkpoint.settings import encoded, remade, to_continue
 from nhgd.errors import InputError, NhgdError, RunError
 from nhgd.loop.loop import Loop
 from nhgd.problem import Bilevel
@@ -72,16 +72,16 @@ class Saved:
     def tree(self, name: str, classes: Classes, device: torch.device) -> Any:
         """One part of what was kept."""
         with self.readable(name):
-            return unpack(self.document[name], self.tensors, classes, device)
+            return Decoder(self.tensors, classes, device).decode(self.document[name])
 
     def history(self, device: torch.device) -> list[dict[str, Any]]:
         """The rows."""
         with self.readable("history"):
             check = schema.tree({})
-            found = []
+            found, decoder = [], Decoder({}, {}, device)
             for i, row in enumerate(self.rows):
                 check(row, f"history/{i}")
-                made = unpack(row, {}, {}, device)
+                made = decoder.decode(row)
                 schema.mapping(schema.anything)(made, f"history/{i}")
                 for name in ("step", "seconds", "outer_loss", "inner_loss"):
                     schema.number(made.get(name), f"history/{i}/{name}")
@@ -134,7 +134,7 @@ class CheckpointWriter:
         self._fixed = {
             "problem": contents.portrait(loop.problem),
             "optimisers": contents.optimisers(loop),
-            "settings": packed(settings, algorithm),
+            "settings": encoded(settings, algorithm),
         }
 
     def claim(self) -> None:
@@ -197,10 +197,10 @@ class CheckpointWriter:
                     document,
                     tensors,
                     history,
-                    lambda i: pack_row(history[i], f"history/{i}"),
+                    lambda i: Encoder({}, inline=True).encode(history[i], f"history/{i}"),
                     self._kept,
                 )
-            except Unkept as found:
+            except Unencodable as found:
                 raise _unkept(found) from found
             except RunError:
                 if not (tries_left and self._is_taken_away()):
@@ -234,7 +234,7 @@ class CheckpointWriter:
     def _document(
         self, loop: Loop, state: Any, rest: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        tensors: dict[str, torch.Tensor] = {}
+        encoder = Encoder(self._classes)
         written = {
             "step": loop.clock.k,
             "torch": torch.__version__,
@@ -243,12 +243,12 @@ class CheckpointWriter:
             **self._fixed,
         }
         try:
-            inverse = pack(loop.inverse, "inverse", tensors, opaque=True)
+            inverse = Encoder(opaque=True).encode(loop.inverse, "inverse")
             kept = {"loop": contents.of_loop(loop), "state": state, **rest}
-            written |= {name: pack(part, name, tensors, self._classes) for name, part in kept.items()}
-        except Unkept as found:
+            written |= {name: encoder.encode(part, name) for name, part in kept.items()}
+        except Unencodable as found:
             raise _unkept(found) from found
-        return written | {"inverse": inverse}, tensors
+        return written | {"inverse": inverse}, encoder.tensors
 
     def last(self) -> str:
         """A sentence that says which checkpoint is the last good one, with a space before it; nothing if there is none."""
@@ -297,7 +297,7 @@ class CheckpointWriter:
     def _use_inverse(self, saved: Saved, loop: Loop) -> None:
         """Periods that a clock has chosen are taken over: measured again, they may come out differently."""
         node = saved.document["inverse"]
-        if loop.inverse is None or node == pack(loop.inverse, "inverse", {}, opaque=True):
+        if loop.inverse is None or node == Encoder(opaque=True).encode(loop.inverse, "inverse"):
             return
         found = saved.tree("inverse", expected(loop.inverse), loop.problem.theta.device)
         schema.alike(found, loop.inverse, "inverse")
@@ -324,7 +324,7 @@ def _same(one: str | Path, other: str | Path) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-def _unkept(found: Unkept) -> InputError:
+def _unkept(found: Unencodable) -> InputError:
     return InputError(
         f"A checkpoint cannot hold a {found.kind}, which stands at {found.path} of this run. States and metrics are"
         " made of tensors, numbers, text, lists, tuples, dicts and the dataclasses that their fields announce."

@@ -6,58 +6,30 @@ known from the losses alone. They are moved by their own `.to()`, and their tens
 
 from __future__ import annotations
 
-import copy
 import hashlib
-from collections import UserDict, UserList
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nhgd._tree import children, leaves, map_leaves, named_tensors
 from nhgd.errors import InputError
 
 Batch: TypeAlias = Any
 _DEEP = 4  # how far into objects of other kinds tensors are looked for
 
 
-def _items(batch: Batch) -> list[tuple[str, Any]] | None:
-    """The parts of a container with the way to each, or None for what is no container."""
-    if isinstance(batch, Mapping):
-        return [(f"[{key!r}]", item) for key, item in batch.items()]
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return [(f".{field.name}", getattr(batch, field.name)) for field in fields(batch) if hasattr(batch, field.name)]
-    if isinstance(batch, (list, UserList)) or (isinstance(batch, tuple) and not hasattr(batch, "to")):
-        return [(f"[{i}]", item) for i, item in enumerate(batch)]
-    return None
+def _opaque(batch: Batch) -> Iterator[tuple[str, Any]]:
+    """The leaves other than tensors that may hold samples of their own."""
+    for path, leaf in leaves(batch):
+        if not isinstance(leaf, Tensor) and (isinstance(leaf, np.ndarray) or _can_move(leaf)):
+            yield path, leaf
 
 
-def leaves(batch: Batch, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch with the way to each: `[0]`, `['x']`, `[1][0]`, `.x`.
-
-    >>> [path for path, _ in leaves((torch.zeros(2), {"y": torch.zeros(2)}))]
-    ['[0]', "[1]['y']"]
-    """
-    if isinstance(batch, Tensor):
-        yield path, batch
-    else:
-        for key, item in _items(batch) or ():
-            yield from leaves(item, path + key)
-
-
-def _others(batch: Batch, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What a batch holds beside tensors that may hold tensors itself."""
-    if isinstance(batch, Tensor):
-        return
-    items = _items(batch)
-    if items is None:
-        if isinstance(batch, np.ndarray) or callable(getattr(batch, "to", None)):
-            yield path, batch
-        return
-    for key, item in items:
-        yield from _others(item, path + key)
+def _can_move(leaf: Any) -> bool:
+    return callable(getattr(leaf, "to", None))
 
 
 def _inside(thing: Any, path: str, deep: int = _DEEP) -> Iterator[tuple[str, Tensor]]:
@@ -68,7 +40,7 @@ def _inside(thing: Any, path: str, deep: int = _DEEP) -> Iterator[tuple[str, Ten
     elif isinstance(thing, Tensor):
         yield path, thing
     elif deep:
-        items = _items(thing)
+        items = children(thing)
         if items is None:
             named = thing._asdict() if hasattr(thing, "_asdict") else getattr(thing, "__dict__", {})
             items = [(f".{name}", item) for name, item in named.items()]
@@ -78,65 +50,27 @@ def _inside(thing: Any, path: str, deep: int = _DEEP) -> Iterator[tuple[str, Ten
 
 def _all(batch: Batch) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a batch, also those in objects of other kinds."""
-    yield from leaves(batch)
-    for path, thing in _others(batch):
+    yield from named_tensors(batch)
+    for path, thing in _opaque(batch):
         yield from _inside(thing, path)
-
-
-def transform(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
-    """The same structure, of the same types, with `function` applied to every tensor."""
-    return _mapped(batch, function, lambda thing: thing)
-
-
-def _mapped(batch: Batch, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any]) -> Batch:
-    if isinstance(batch, Tensor):
-        return function(batch)
-    items = _items(batch)
-    if items is None:
-        return other(batch) if callable(getattr(batch, "to", None)) else batch
-    made: Any
-    found = [_mapped(item, function, other) for _, item in items]
-    if isinstance(batch, Mapping):
-        named = dict(zip(batch, found, strict=True))
-        if type(batch) is dict:
-            return named
-        if not isinstance(batch, (dict, UserDict)):
-            return _like(batch, named)
-        made = copy.copy(batch)  # with what a subclass holds beside its items
-        for key, item in named.items():
-            made[key] = item
-        return made
-    if is_dataclass(batch):
-        made = copy.copy(batch)
-        names = [field.name for field in fields(batch) if hasattr(batch, field.name)]
-        for name, item in zip(names, found, strict=True):
-            object.__setattr__(made, name, item)  # also where it is frozen
-        return made
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*found)
-    return type(batch)(found)
-
-
-def _like(batch: Mapping[Any, Any], named: dict[Any, Any]) -> Batch:
-    """A mapping of another kind made anew, because a copy might share its items; a dict where its type takes no dict."""
-    try:
-        return type(batch)(named)  # type: ignore[call-arg]  # most take one
-    except TypeError:
-        return named
 
 
 def move(batch: Batch, device: torch.device) -> Batch:
     """The batch on `device`; nothing is copied when it is there already."""
-    return _mapped(
-        batch,
-        lambda t: t if t.device == device else t.to(device, non_blocking=True),
-        lambda thing: thing if all(t.device == device for _, t in _inside(thing, "")) else thing.to(device),
-    )
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf if leaf.device == device else leaf.to(device, non_blocking=True)
+        if not _can_move(leaf) or all(t.device == device for _, t in _inside(leaf, "")):
+            return leaf
+        return leaf.to(device)
+
+    return map_leaves(moved, batch)
 
 
 def lengths(batch: Batch) -> dict[str, int]:
     """The first dimension of every tensor that has one."""
-    return {path: t.shape[0] for path, t in leaves(batch) if t.ndim > 0}
+    return {path: t.shape[0] for path, t in named_tensors(batch) if t.ndim > 0}
 
 
 def common_length(batch: Batch) -> int | None:
@@ -150,7 +84,7 @@ def common_length(batch: Batch) -> int | None:
 
 def _hidden(batch: Batch) -> bool:
     """Whether an object of another kind may hold samples."""
-    return any(not isinstance(thing, np.ndarray) for _, thing in _others(batch))
+    return any(not isinstance(thing, np.ndarray) for _, thing in _opaque(batch))
 
 
 def sizes(batches: Sequence[Batch], name: str) -> list[int]:

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nhgd._tree import map_tensors, tensors
 from nhgd.errors import NhgdError, RunError
 from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
 from nhgd.inverse.base import AbstractInverse
-from nhgd.record import InnerRecord, mapped, tensors
+from nhgd.record import InnerRecord
 from nhgd.variable import Variable
 
 
@@ -118,10 +119,10 @@ class AbstractBackground(AbstractExecutor):
 
     def submit(self, record: InnerRecord) -> None:
         """Queue the record; wait while more than `max_lag` are outstanding."""
-        given = list(tensors(record))
+        given = tensors(record)
         if any(map(self._moves, given)):
-            record = mapped(record, lambda t: t.clone() if self._moves(t) else t)
-            given = list(tensors(record))
+            record = map_tensors(lambda t: t.clone() if self._moves(t) else t, record)
+            given = tensors(record)
         versions = [(t, t._version) for t in given]
         wait = self._mark()
 

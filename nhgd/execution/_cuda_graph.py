@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nhgd._tree import map_tensors, tensors
 from nhgd.inverse.base import Graphable
-from nhgd.record import InnerRecord, LayerStatistics, mapped, tensors
+from nhgd.record import InnerRecord, LayerStatistics
 
 LAYOUTS = 64  # graphs kept at most: one for each size of a batch, and for each gain where that changes
 ROOM = 2**28  # bytes that graphs hold, or four times the record
@@ -52,7 +53,7 @@ class GraphCache:
         in the inner loop's thread: until torch 2.13 no other thread may draw random numbers on the GPU meanwhile, such as those
         of dropout.
         """
-        given = [list(tensors(record)) for record in records] if given is None else given
+        given = [tensors(record) for record in records] if given is None else given
         flat = [tensor for some in given for tensor in some]
         key = _key(graphables, records, given, joined)
         found = self._graphs.get(key)
@@ -75,7 +76,7 @@ class GraphCache:
     def prepare(self, graphable: Graphable, record: InnerRecord, joined: Callable[[list[Any]], Any]) -> None:
         """Capture the work on such records, if it is due for them. Nothing is done with the record."""
         self.due = False
-        given = list(tensors(record))
+        given = tensors(record)
         key = _key([graphable], [record], [given], joined)
         if key not in self._graphs and self._worth_it(key, given):
             self._capture(key, [graphable], [record], joined)
@@ -93,7 +94,7 @@ class GraphCache:
         joined: Callable[[list[Any]], Any],
     ) -> _Graph:
         before = torch.cuda.memory_allocated()
-        fixed = [mapped(record, lambda t: t.clone(memory_format=torch.contiguous_format)) for record in records]
+        fixed = [map_tensors(lambda t: t.clone(memory_format=torch.contiguous_format), record) for record in records]
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()  # one for all, because they run one after another

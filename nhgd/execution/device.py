@@ -9,12 +9,13 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
+from nhgd._tree import map_tensors
 from nhgd.errors import InputError
 from nhgd.execution._background import AbstractBackground
 from nhgd.execution._remote import learner, solve_there, standing_in
 from nhgd.execution._stopwatch import Stopwatch
 from nhgd.inverse.base import AbstractInverse, SolveStats
-from nhgd.record import InnerRecord, mapped
+from nhgd.record import InnerRecord
 from nhgd.variable import Variable
 
 
@@ -98,7 +99,7 @@ class Device(AbstractBackground):
         return lambda: leaving.wait_event(event)
 
     def _received(self, record: InnerRecord) -> InnerRecord:
-        return mapped(record, self._moved)
+        return map_tensors(self._moved, record)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         """A tensor of the home device, on the other one, ready for its stream."""

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeAlias, final
 import torch
 from torch import Tensor
 
+from nhgd._tree import tensors
 from nhgd.errors import InputError
 from nhgd.execution._background import AbstractBackground, Launched
 from nhgd.execution._cuda_graph import GraphCache
@@ -16,7 +17,7 @@ from nhgd.execution._remote import learner
 from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.base import Traffic
 from nhgd.inverse.base import AbstractInverse
-from nhgd.record import BatchGradient, InnerRecord, tensors
+from nhgd.record import BatchGradient, InnerRecord
 from nhgd.variable import Variable
 
 TOGETHER = 5  # records, for which one launch is worth the wait of the first
@@ -177,7 +178,7 @@ class Stream(AbstractBackground):
         if self._error is not None:
             raise self._error
         gathered = self._gathered
-        given = list(tensors(record))
+        given = tensors(record)
         gathered.append((record, given, [(t, t._version) for t in given]))
         if len(gathered) >= self._together:
             self._launch()

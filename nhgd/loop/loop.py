@@ -20,8 +20,9 @@ from torch.utils.data.distributed import DistributedSampler
 from nhgd import _threads as threads
 from nhgd._randomness import Randomness
 from nhgd._recording.recorder import Recorder
+from nhgd._tree import map_tensors, tensors
 from nhgd._validation import shown
-from nhgd.data.batch import Batch, leaves, move, transform
+from nhgd.data.batch import Batch, move
 from nhgd.data.loader import Data, Stream
 from nhgd.data_parallel import Shard, Team
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError
@@ -262,7 +263,7 @@ class Loop:
             return batch
         part = team.share(batch)
         if isinstance(part, Shard) and level not in self.division:
-            team.assert_equal(**{f"the first {level} batch": [tensor for _, tensor in leaves(batch)]})
+            team.assert_equal(**{f"the first {level} batch": tensors(batch)})
             mean = is_mean_of_parts(self.problem, level, batch, part)
             self.division[level] = "divided" if mean else "replicated"
             if level == "inner" and not mean and team.rank == 0:
@@ -277,7 +278,7 @@ class Loop:
         """The next inner batch."""
         batch = self.inner.next()
         if self._refills:
-            batch = transform(batch, _own)
+            batch = map_tensors(_own, batch)
         self.recent.append(batch)
         return batch
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nhgd._randomness import Randomness
 from nhgd._threads import on_suited_threads
-from nhgd.data.batch import Batch, common_length, transform
+from nhgd._tree import map_tensors
+from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError, RunError
 from nhgd.execution import Inline
 from nhgd.inverse import CG, AbstractInverse, FisherWindow, Refined
@@ -108,7 +109,7 @@ def newton_cg(
         samples: of the batch, that it learns from.
     """
     teacher = problem if teacher is None else teacher
-    lesson = transform(batch, lambda tensor: tensor[:samples])
+    lesson = map_tensors(lambda tensor: tensor[:samples], batch)
     first = norm = 0.0
     for _ in range(steps):
         at = Oracle(problem, [batch])

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from urllib.parse import unquote
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from nhgd.errors import InputError
 from nhgd.inverse._learned.kronecker import AbstractKronecker, layer_shapes
+from nhgd.inverse._learned.state import State
 from nhgd.inverse.base import AbstractInverse
 from nhgd.record import InnerRecord, LayerStatistics
 from nhgd.variable import Variable
+
+S = TypeVar("S", bound=State)
+LAYOUT = ("starts", "sizes")  # where each parameter lies in the flat vector: every rank knows it of all
 
 
 class Division:
@@ -89,14 +93,24 @@ class Division:
             into[place] = values
         return into
 
-    def own(self, tensors: Mapping[str, Tensor], part: int) -> dict[str, Tensor]:
-        """Of the tensors of a state (`State.tensors`), those that a rank keeps."""
+    def own(self, state: S, part: int) -> S:
+        """The part of a state that a rank keeps: of what goes by a parameter's name, that of its own parameters."""
         if self.parts == 1:
-            return dict(tensors)
-        found = {}
-        for path, tensor in tensors.items():
-            field, *rest = path.split("/")
-            name = unquote(rest[0].removesuffix("#int").removesuffix("#float")) if rest else None
-            if field in ("starts", "sizes") or name is None or self.owner.get(name, 0) == part:
-                found[path] = tensor
-        return found
+            return state
+        kept = {
+            field: {name: item for name, item in values.items() if self.owner.get(name, 0) == part}
+            for field, values in _by_name(state).items()
+        }
+        return replace(state, **kept)
+
+    def whole(self, states: Sequence[S]) -> S:
+        """The state that `own` has divided."""
+        by_name = [_by_name(state) for state in states]
+        united = {field: {name: item for some in by_name for name, item in some[field].items()} for field in by_name[0]}
+        return replace(states[0], **united)
+
+
+def _by_name(state: State) -> dict[str, dict[str, Any]]:
+    """The fields of a state that hold something for each parameter, by its name."""
+    values = {field.name: getattr(state, field.name) for field in fields(state) if field.name not in LAYOUT}
+    return {name: value for name, value in values.items() if isinstance(value, dict)}

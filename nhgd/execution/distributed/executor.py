@@ -23,7 +23,7 @@ from nhgd.execution.distributed.protocol import Tag, Word, heard
 from nhgd.execution.distributed.rendezvous import Arrival, Membership, arrive, join
 from nhgd.execution.distributed.roles import Roles, check_counts
 from nhgd.execution.distributed.server import Serving
-from nhgd.execution.distributed.wire import shapes, size_of, to_bytes, unpacked
+from nhgd.execution.distributed.wire import from_message, shapes, size_of, to_bytes, to_message, unpacked
 from nhgd.execution.inline import Inline
 from nhgd.inverse._learned.damping import resolve_damping
 from nhgd.inverse._learned.state import State
@@ -318,11 +318,9 @@ class Distributed(AbstractExecutor):
             return self._local.keep()
         if not self.leads:
             return self._inverse.init(self._theta)
-        tensors: dict[str, Tensor] = {}
-        for message in self._request(Word.KEEP):
-            tensors |= dict(zip(message.text["paths"], message.tensors, strict=True))
-        moved = {path: t if "#" in path else t.to(self._theta.device) for path, t in tensors.items()}
-        return type(self._inverse.init(self._theta)).restore(moved)
+        fresh, device = self._inverse.init(self._theta), self._theta.device
+        found = [from_message(message.text, message.tensors, fresh, device) for message in self._request(Word.KEEP)]
+        return self._division.whole(found)
 
     def restore(self, state: Any) -> None:
         """Send the state back to where it is kept, each rank its part."""
@@ -333,8 +331,8 @@ class Distributed(AbstractExecutor):
             return
         if not isinstance(state, State):
             raise InputError(f"{self._inverse.name} has a state that cannot be sent. Let its class derive from State.")
-        parts = [self._division.own(state.tensors(), part) for part in range(self._division.parts)]
-        self._tell(Word.RESTORE, lambda part: {"paths": list(parts[part])}, lambda part: list(parts[part].values()))
+        parts = [to_message(self._division.own(state, part)) for part in range(self._division.parts)]
+        self._tell(Word.RESTORE, lambda part: parts[part][0], lambda part: parts[part][1])
 
     # The end.
 

@@ -15,7 +15,7 @@ from nhgd.execution.distributed.assignment import Division
 from nhgd.execution.distributed.channel import Channel, Lane, Message
 from nhgd.execution.distributed.protocol import Tag, Word, told
 from nhgd.execution.distributed.roles import Roles
-from nhgd.execution.distributed.wire import from_bytes, joined, packed
+from nhgd.execution.distributed.wire import from_bytes, from_message, joined, packed, to_message
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.state import State
 from nhgd.inverse.base import AbstractInverse
@@ -87,10 +87,7 @@ class Serving:
                 self._state = self.inverse.init(self._theta)
                 self._error = None
             elif message.kind == Word.RESTORE:
-                given = dict(zip(message.text["paths"], message.tensors, strict=True))
-                self._state = type(self.inverse.init(self._theta)).restore(
-                    {path: t if "#" in path else t.to(self._device) for path, t in given.items()}
-                )
+                self._state = from_message(message.text, message.tensors, self.inverse.init(self._theta), self._device)
             elif message.kind == Word.BEGIN:
                 self._state = self.inverse.begin(self._state)
             else:
@@ -165,8 +162,7 @@ class Serving:
             self._marked = self._state.clone() if isinstance(self._state, State) else self._state
             self._operator = None
         elif request.kind == Word.KEEP:
-            found = self._division.own(self._state.tensors(), self._part)
-            return {"paths": list(found)}, list(found.values())
+            return to_message(self._division.own(self._state, self._part))
         elif request.kind == Word.DIAGONAL:
             assert isinstance(self.inverse, AbstractKronecker)
             state = self._marked if request.text["marked"] else self._state

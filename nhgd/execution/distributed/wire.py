@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from nhgd._tree import tensors as tensors_of
+from nhgd._tree.encoding import Decoder, Encoder, expected
+from nhgd.inverse._learned.state import State
 from nhgd.record import BatchGradient, InnerRecord, LayerRecord, LayerStatistics, PerSampleGradients
-from nhgd.record import tensors as tensors_of
 
+S = TypeVar("S", bound=State)
 Shapes = list[Any]  # [dtype, shape] for each tensor
 
 
@@ -61,7 +64,7 @@ def unpacked(record: InnerRecord) -> tuple[tuple[Any, ...], list[Tensor]]:
     The third value says whether the record is of one worker's part of a batch, which those of the other workers complete.
     """
     if isinstance(record, BatchGradient):
-        return ("batch", record.samples, False, record.row is not None), list(tensors_of(record))
+        return ("batch", record.samples, False, record.row is not None), tensors_of(record)
     if isinstance(record, PerSampleGradients):
         return ("sample", record.samples, record.parts is not None), [record.rows]
     found: list[Tensor] = []
@@ -157,3 +160,17 @@ def _side_by_side(rows: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
     """Rows (K B_r, d) of several shards as (K B, d), the rows of one k together."""
     split = [part.reshape(-1, count, part.shape[1]) for part, count in zip(rows, samples, strict=True)]
     return torch.cat(split, dim=1).flatten(0, 1)
+
+
+def to_message(tree: State) -> tuple[dict[str, Any], list[Tensor]]:
+    """A state as text and tensors."""
+    encoder = Encoder()
+    return {"tree": encoder.encode(tree, ""), "names": list(encoder.tensors)}, list(encoder.tensors.values())
+
+
+def from_message(text: dict[str, Any], tensors: Sequence[Tensor], like: S, device: torch.device) -> S:
+    """The state that `to_message` took apart, of the class of `like`."""
+    named = dict(zip(text["names"], tensors, strict=False))  # a message without tensors has its bytes, none, as one
+    found = Decoder(named, expected(like), device).decode(text["tree"])
+    assert isinstance(found, type(like))
+    return found
