@@ -737,6 +737,12 @@ def test_a_solver_that_is_told_to_stop_ends_after_its_step():
     assert solver.run(steps=2).result == "steps"
 
 
+def _with_usual_signals() -> None:
+    """As at a terminal: tests that run in the background, or under nohup, are started with some signals ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def commanded(
     number: int, *words: Any, after: Callable[[], bool], twice: bool = False
 ) -> subprocess.CompletedProcess[str]:
@@ -746,7 +752,7 @@ def commanded(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=_with_usual_signals,
     )
     deadline = time.monotonic() + 120
     while not after() and process.poll() is None and time.monotonic() < deadline:
