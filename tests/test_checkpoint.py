@@ -135,7 +135,7 @@ def classifier(method: Any, net: Callable[[], nn.Module] | None = None, **settin
 @pytest.mark.parametrize("case", catalogue.ALGORITHMS, ids=lambda case: case.name)
 def test_every_algorithm_goes_on_bit_for_bit(case, tmp_path):
     settings = case.settings | {"inner_steps": min(case.settings.get("inner_steps", 5), 5)}
-    quadratic(case.make(), **settings).goes_on(tmp_path / "a")
+    quadratic(case.method, **settings).goes_on(tmp_path / "a")
 
 
 INVERSES = [

@@ -1,4 +1,4 @@
-"""Every algorithm: how it runs on the small quadratic, and where it must end."""
+"""Every algorithm: how it runs on the small quadratic, where it must end, and the formula of its steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import nhgd
 from nhgd.algorithm import (
     AID,
     ALSET,
@@ -31,10 +30,21 @@ from nhgd.algorithm import (
     NHGDSingle,
     StocBiO,
 )
-from nhgd.inverse import FisherDense, FisherWindow
+from nhgd.inverse import (
+    CG,
+    KFAC,
+    Broyden,
+    FisherDense,
+    FisherWindow,
+    FixedPoint,
+    Identity,
+    Neumann,
+    Nystrom,
+    QuadraticSGD,
+)
 from nhgd.schedule import Power
 from nhgd.task import Instance, Quadratic
-from tests import noise
+from tests import formulas
 from tests.catalogue.ends import (
     cold_start,
     ends_with,
@@ -47,66 +57,68 @@ from tests.catalogue.ends import (
     unrolled_matrix,
     v_star,
 )
+from tests.replay import Recorded
 
-BATCH = 80
 
+def noisy_instance(noise: float = 1.0) -> Instance:
+    """The small quadratic with every sample there four times, and batches of a third of them that are recorded.
 
-def noisy_instance() -> Instance:
-    """The small quadratic with every sample there four times and batches of a third of them.
-
-    The copies change no answer and make the noise of a batch smaller against them. Of the first seeds this one has the
-    largest v.
+    The copies make the noise of a batch small enough for the step sizes below.
     """
-    instance = Quadratic.preset("quick").build(5, torch.device("cpu"))
+    instance = Quadratic.preset("quick").with_settings({"noise": noise}).build(5, torch.device("cpu"))
     columns = tuple(column.repeat(4, *[1] * (column.ndim - 1)) for column in instance.full_inner)
-    return replace(instance, inner_data=nhgd.Data(*columns, batch=BATCH), full_inner=columns)
-
-
-@dataclass(frozen=True)
-class Noisy:
-    """How an algorithm is run on `noisy_instance`.
-
-    Args:
-        run: the same method in `tests/noise.py`.
-        settings: of the solver, over those of the task.
-        steps: outer steps.
-        own: the centre is the mean of such runs, because noise moves the end; otherwise it is the case's own end.
-        make: the algorithm, where it is not the one of the case.
-    """
-
-    run: noise.Run
-    settings: dict[str, Any]
-    steps: int = 120
-    own: bool = False
-    make: Callable[[], AbstractAlgorithm] | None = None
+    return replace(instance, inner_data=Recorded(*columns, batch=80), full_inner=columns)
 
 
 @dataclass(frozen=True)
 class AlgorithmCase:
-    """An algorithm, how to run it on the small quadratic (d = 6, p = 3, n = 60), and where it must end.
+    """An algorithm, how to run it on the small quadratic (d = 6, p = 3, n = 60), where it must end, and its formula.
 
     Args:
-        make: the algorithm.
+        method: the algorithm.
+        label: what tells this case from others of the same algorithm.
         end: the v it converges to with full batches: v_star, or what its own bias predicts in closed form.
         settings: of the solver, over those of the task.
         steps: outer steps that suffice.
         tol: relative error of v then.
-        noisy: the same with noise; None: not examined. Each algorithm is in one form at least; where it is not in another,
-            the two share what noise could upset, or the reason stands beside the case.
+        formula: its outer step, from the batches that it draws; None: that of another case.
+        noisy: settings of the solver on `noisy_instance`, over those above.
+        noise: of the task there; below 1 the Fisher matrix falls short of the Hessian.
+        noisy_method: the algorithm there, where it is not the same.
+        wrong: a method that is a little off there, so that it must fail the formula.
     """
 
-    make: Callable[[], AbstractAlgorithm]
+    method: AbstractAlgorithm
+    label: str = ""
     end: Callable[[Instance], Tensor] = v_star
     settings: dict[str, Any] = field(default_factory=dict)
     steps: int = 150
     tol: float = 1e-4
-    noisy: Noisy | None = None
-    label: str = ""
+    formula: formulas.Formula | None = None
+    noisy: dict[str, Any] = field(default_factory=dict)
+    noise: float = 1.0
+    noisy_method: AbstractAlgorithm | None = None
+    wrong: AbstractAlgorithm | None = None
 
     @property
     def name(self) -> str:
         """The name of the algorithm, and what tells this case from its others."""
-        return f"{self.make().name} {self.label}".strip()
+        return f"{self.method.name} {self.label}".strip()
+
+
+def products_growing_like_the_root(k: int) -> int:
+    """Those of TTSA(K=2), whose growth is "sqrt"."""
+    return int(2 * math.sqrt(1 + k))
+
+
+def products_growing_like_the_logarithm(k: int) -> int:
+    """Those of TTSA(K=2, growth="log")."""
+    return int(2 * (1 + math.log(1 + k)))
+
+
+def always(products: int) -> Callable[[int], int]:
+    """The same number of products in every outer step."""
+    return lambda k: products
 
 
 FAST = {"inner_steps": 8, "inner_lr": 1.5, "outer_lr": 1.0}  # near the largest stable steps of the small quadratic
@@ -114,271 +126,388 @@ FALLING = Power(1.0, 1.0, offset=12)
 # So many inner steps that the batches of an outer step are not a whole number of passes, which are three batches long:
 # otherwise the cross derivative would always be taken on what the inner steps have left of a pass.
 CALM = {"inner_steps": 4, "inner_lr": 0.6, "outer_lr": FALLING}
-SINGLE = {"inner_lr": Power(0.9, 0.3), "outer_lr": FALLING}
+# Single loops: one inner step for each outer one, so inner_lr is as large as the curvature allows.
+SINGLE = {"inner_steps": 1, "inner_lr": Power(0.9, 0.3), "outer_lr": FALLING}
+BOME_RATE = Power(0.5, 1.0, offset=40)
 
+EXACTLY = CG(steps=50, tol=1e-14)
 
 ALGORITHMS: list[AlgorithmCase] = [
-    # The inverses of aid that solve the system differ in nothing that noise could show, so one of them takes its exam. On
-    # single batches they are biased: the mean of an inverse is not the inverse of the mean.
-    AlgorithmCase(AID, settings=FAST, steps=60),
+    # The inverses of aid that solve the system share one formula, in two cases.
     AlgorithmCase(
-        lambda: AID(batches="all"),
-        v_star,
-        FAST,
-        60,
-        noisy=Noisy(noise.double_loop(noise.solved), CALM, 60),
+        AID(),
+        settings=FAST,
+        steps=60,
+        formula=formulas.double_loop(formulas.solved),
+        noisy=CALM,
+        noisy_method=AID(EXACTLY),
+        wrong=AID(Identity()),
+    ),
+    AlgorithmCase(
+        AID(batches="all"),
         label="all data",
+        settings=FAST,
+        steps=60,
+        formula=formulas.double_loop(formulas.solved_on_all_data),
+        noisy=CALM,
+        noisy_method=AID(EXACTLY, batches="all"),
+        wrong=AID(EXACTLY),
     ),
-    AlgorithmCase(lambda: AID(nhgd.inverse.Neumann(terms=100, tol=1e-6)), v_star, FAST, 60, label="neumann"),
-    AlgorithmCase(lambda: AID(nhgd.inverse.FixedPoint(steps=100, tol=1e-6)), v_star, FAST, 60, label="fixed_point"),
     AlgorithmCase(
-        lambda: AID(nhgd.inverse.Identity()),
-        ends_with(identity_matrix),
-        FAST,
-        100,
-        noisy=Noisy(noise.double_loop(noise.identity), CALM),
+        AID(Neumann(terms=100, tol=1e-6)),
+        label="neumann",
+        settings=FAST,
+        steps=60,
+    ),
+    AlgorithmCase(
+        AID(FixedPoint(steps=100, tol=1e-6)),
+        label="fixed_point",
+        settings=FAST,
+        steps=60,
+    ),
+    AlgorithmCase(
+        AID(Identity()),
         label="identity",
+        end=ends_with(identity_matrix),
+        settings=FAST,
+        steps=100,
+        formula=formulas.double_loop(formulas.identity),
+        noisy=CALM,
+        wrong=AID(Identity(scale=1 + 1e-6)),
     ),
-    AlgorithmCase(lambda: AID(nhgd.inverse.Broyden(steps=20)), v_star, FAST, 60, label="broyden"),
-    AlgorithmCase(lambda: AID(nhgd.inverse.Nystrom(rank=6)), v_star, FAST, 60, label="nystrom"),
-    AlgorithmCase(lambda: AID(nhgd.inverse.QuadraticSGD(steps=150)), v_star, FAST, 60, label="sgd"),
-    AlgorithmCase(NHGD, ends_with(kfac_matrix), FAST, 80, noisy=Noisy(noise.learning(noise.Kronecker), CALM)),
     AlgorithmCase(
-        lambda: NHGD(FisherWindow(window=480)),
-        ends_with(fisher_matrix),
-        FAST,
-        80,
-        noisy=Noisy(noise.learning(lambda: noise.Window(batches=6)), CALM),
+        AID(Broyden(steps=20)),
+        label="broyden",
+        settings=FAST,
+        steps=60,
+    ),
+    AlgorithmCase(
+        AID(Nystrom(rank=6)),
+        label="nystrom",
+        settings=FAST,
+        steps=60,
+    ),
+    AlgorithmCase(
+        AID(QuadraticSGD(steps=150)),
+        label="sgd",
+        settings=FAST,
+        steps=60,
+    ),
+    AlgorithmCase(
+        NHGD(),
+        end=ends_with(kfac_matrix),
+        settings=FAST,
+        steps=80,
+        formula=formulas.learning(formulas.Kronecker),
+        noisy=CALM,
+        wrong=NHGD(KFAC(beta=0.951)),
+    ),
+    AlgorithmCase(
+        NHGD(FisherWindow(window=480)),
         label="window",
+        end=ends_with(fisher_matrix),
+        settings=FAST,
+        steps=80,
+        formula=formulas.learning(lambda: formulas.Window(batches=6)),
+        noisy=CALM,
+        wrong=NHGD(FisherWindow(window=400)),
     ),
     AlgorithmCase(
-        lambda: NHGD(FisherWindow(window=480, fisher="exact")),
-        v_star,
-        FAST,
-        60,
-        noisy=Noisy(noise.learning(lambda: noise.Window(batches=6, exact=True)), CALM),
+        NHGD(FisherWindow(window=480, fisher="exact")),
         label="exact window",
+        settings=FAST,
+        steps=60,
+        formula=formulas.learning(lambda: formulas.Window(batches=6, exact=True)),
+        noisy=CALM,
+        wrong=NHGD(FisherWindow(window=480)),
     ),
     AlgorithmCase(
-        lambda: NHGD(FisherDense()),
-        ends_with(fisher_matrix),
-        FAST,
-        80,
-        noisy=Noisy(noise.learning(noise.Average), CALM),
+        NHGD(FisherDense()),
         label="dense",
+        end=ends_with(fisher_matrix),
+        settings=FAST,
+        steps=80,
+        formula=formulas.learning(formulas.Average),
+        noisy=CALM,
+        wrong=NHGD(FisherDense(damping=1e-6)),
     ),
     AlgorithmCase(
-        lambda: NHGD.presets()["nhgd-paper"],
-        ends_with(literal_matrix(0.8, 8)),
-        {**FAST, "outer_lr": 0.5},
-        100,
-        noisy=Noisy(noise.learning(noise.Literal, 5), CALM, own=True),
+        NHGD.presets()["nhgd-paper"],
         label="paper",
+        end=ends_with(literal_matrix(0.8, 8)),
+        settings={**FAST, "outer_lr": 0.5},
+        steps=100,
+        formula=formulas.learning(formulas.Literal, batches=5),
+        noisy=CALM,
+        wrong=NHGD.presets()["nhgd-refined"],
     ),
     AlgorithmCase(
-        lambda: NHGD(refine=6, batches="all"),
-        v_star,
-        FAST,
-        60,
-        noisy=Noisy(noise.learning(noise.Kronecker, "all", exact=True), CALM, 60),
+        NHGD(refine=6, batches="all"),
         label="refined",
+        settings=FAST,
+        steps=60,
+        formula=formulas.learning(formulas.Kronecker, on_all_data=True, exact=True),
+        noisy=CALM,
+        wrong=NHGD(refine=3, batches="all"),
     ),
     AlgorithmCase(
-        lambda: NHGD(refine=6, batches="all", cross="trajectory"),
-        v_star,
-        FAST,
-        60,
-        noisy=Noisy(noise.learning(noise.Kronecker, "all", exact=True, trajectory=True), CALM, 60),
+        NHGD(refine=6, batches="all", cross="trajectory"),
         label="trajectory",
+        settings=FAST,
+        steps=60,
+        formula=formulas.learning(formulas.Kronecker, on_all_data=True, exact=True, trajectory=True),
+        noisy=CALM,
+        wrong=NHGD(refine=6, batches="all"),
     ),
-    # Natural steps adapt their damping to the loss of each batch, which is no formula in the moments of the batches.
-    AlgorithmCase(lambda: NHGD(inner="natural"), ends_with(kfac_matrix), {"inner_steps": 5}, label="natural"),
     AlgorithmCase(
-        ITD, ends_with(unrolled_matrix(4)), {"inner_steps": 4}, noisy=Noisy(noise.unrolled(), {"outer_lr": FALLING})
+        NHGD(inner="natural"),
+        label="natural",
+        end=ends_with(kfac_matrix),
+        settings={"inner_steps": 5},
+        formula=formulas.natural,
+        noisy={"outer_lr": 0.01},
+        noise=0.2,  # so that steps are also taken back, and the damping raised, lowered and kept
+        wrong=NHGD(inner="natural", natural_lr=1 - 1e-6),
     ),
-    AlgorithmCase(ITD, settings={"inner_steps": 50, "inner_lr": 1.69, "outer_lr": 1.5}, steps=40, label="long"),
     AlgorithmCase(
-        lambda: ITD(truncate=3),
-        ends_with(unrolled_matrix(3)),
-        {"inner_steps": 10, "outer_lr": 1.0},
-        80,
-        noisy=Noisy(noise.unrolled(3), {"inner_steps": 4, "outer_lr": FALLING}),
+        ITD(),
+        end=ends_with(unrolled_matrix(4)),
+        settings={"inner_steps": 4},
+        formula=formulas.unrolled(),
+        noisy={"outer_lr": FALLING},
+        wrong=ITD(truncate=3),
+    ),
+    AlgorithmCase(
+        ITD(),
+        label="long",
+        settings={"inner_steps": 50, "inner_lr": 1.69, "outer_lr": 1.5},
+        steps=40,
+    ),
+    AlgorithmCase(
+        ITD(truncate=3),
         label="truncated",
+        end=ends_with(unrolled_matrix(3)),
+        settings={"inner_steps": 10, "outer_lr": 1.0},
+        steps=80,
+        formula=formulas.unrolled(last=3),
+        noisy={"inner_steps": 4, "outer_lr": FALLING},
+        wrong=ITD(truncate=2),
     ),
     AlgorithmCase(
-        lambda: F2SA(first=1.0, growth=0.0),
-        ends_with(penalty_matrix(1.0)),
-        {"inner_steps": 4, "inner_lr": 0.3},
-        noisy=Noisy(noise.penalty(1.0, False), {"inner_steps": 1, "outer_lr": Power(0.8, 1.0, offset=6)}, 300),
+        F2SA(first=1.0, growth=0.0),
+        end=ends_with(penalty_matrix(1.0)),
+        settings={"inner_steps": 4, "inner_lr": 0.3},
+        formula=formulas.penalty(1.0, shared=False),
+        noisy={"inner_steps": 1, "outer_lr": Power(0.8, 1.0, offset=6)},
+        wrong=F2SA(first=1 + 1e-6, growth=0.0),
     ),
-    AlgorithmCase(lambda: F2SA(first=1e4, shared=True), settings={"inner_steps": 6, "inner_lr": 1.6}, label="growing"),
     AlgorithmCase(
-        lambda: F2SA(first=2.0, growth=0.0, shared=True),
-        ends_with(penalty_matrix(2.0)),
-        {"inner_steps": 4, "outer_lr": 1.0},
-        100,
-        noisy=Noisy(noise.penalty(2.0, True), CALM),
+        F2SA(first=1e4, shared=True),
+        label="growing",
+        settings={"inner_steps": 6, "inner_lr": 1.6},
+        formula=formulas.penalty(2.0, shared=True, growth=1 / 7),
+        noisy=CALM,
+        noisy_method=F2SA(first=2.0, shared=True),
+        wrong=F2SA(first=2.0, growth=0.142, shared=True),
+    ),
+    AlgorithmCase(
+        F2SA(first=2.0, growth=0.0, shared=True),
         label="shared",
+        end=ends_with(penalty_matrix(2.0)),
+        settings={"inner_steps": 4, "outer_lr": 1.0},
+        steps=100,
+        formula=formulas.penalty(2.0, shared=True),
+        noisy=CALM,
+        wrong=F2SA(first=2.0, growth=0.0, pace=1 + 1e-6, shared=True),
+    ),
+    # Its error falls like 1 / k; tests/test_first_order.py follows it further.
+    AlgorithmCase(
+        BOME(pulled_lr=BOME_RATE),
+        end=ends_with(unrolled_matrix(5)),
+        settings={"inner_steps": 5, "outer_lr": BOME_RATE},
+        steps=400,
+        tol=0.05,
+        formula=formulas.barrier(BOME_RATE),
+        noisy={"inner_lr": 0.6},
+        wrong=BOME(pulled_lr=BOME_RATE, strength=0.5 + 1e-6),
+    ),
+    # Here and below, a wide `tol` is for the noise of a random product, which full batches do not remove.
+    AlgorithmCase(
+        BSA(K=5, phi=0.5),
+        end=ends_with(neumann_matrix(4, 0.5)),
+        settings={"inner_steps": 2, "outer_lr": Power(1.0, 0.6)},
+        steps=120,
+        tol=0.12,
+        formula=formulas.double_loop(formulas.random_series(always(4), 0.5), growth=0.5),
+        noisy={"inner_lr": 0.9, "outer_lr": Power(1.0, 1.0, offset=6)},
+        wrong=BSA(K=5, phi=0.5 + 1e-6),
     ),
     AlgorithmCase(
-        lambda: BOME(pulled_lr=Power(0.5, 1.0, offset=40)),
-        ends_with(unrolled_matrix(5)),
-        {"inner_steps": 5, "outer_lr": Power(0.5, 1.0, offset=40)},
-        400,
-        tol=0.05,  # falls like 1 / k; tests/test_first_order.py follows it further
-        noisy=Noisy(noise.barrier(Power(0.5, 1.0, offset=40)), {"inner_lr": 0.6}, own=True),
-    ),
-    AlgorithmCase(
-        lambda: BSA(K=5, phi=0.5),
-        ends_with(neumann_matrix(4, 0.5)),
-        {"inner_steps": 2, "outer_lr": Power(1.0, 0.6)},
-        120,
-        tol=0.12,  # noise of the random product, which full batches do not remove
-        noisy=Noisy(
-            noise.double_loop(noise.series(lambda k: 4, 0.5, True), 0.5),
-            {"inner_lr": 0.9, "outer_lr": Power(1.0, 1.0, offset=6)},
-            80,
-            own=True,
-        ),
-    ),
-    AlgorithmCase(
-        lambda: BSA(K=5, phi=0.5, estimator="sum", growth=0.0),
-        ends_with(neumann_matrix(4, 0.5), cold_start(8)),
-        {"inner_steps": 8, "outer_lr": 1.5},
-        60,
-        noisy=Noisy(noise.double_loop(noise.series(lambda k: 4, 0.5), 0.0), {"inner_lr": 0.6, "outer_lr": FALLING}),
+        BSA(K=5, phi=0.5, estimator="sum", growth=0.0),
         label="sum, constant",
+        end=ends_with(neumann_matrix(4, 0.5), cold_start(8)),
+        settings={"inner_steps": 8, "outer_lr": 1.5},
+        steps=60,
+        formula=formulas.double_loop(formulas.series(always(4), 0.5), growth=0.0),
+        noisy={"inner_lr": 0.6, "outer_lr": FALLING},
+        wrong=BSA(K=5, phi=0.5, estimator="sum", growth=0.1),
     ),
     AlgorithmCase(
-        lambda: ALSET(K=5, phi=0.5),
-        ends_with(neumann_matrix(4, 0.5)),
-        {"inner_steps": 3, "outer_lr": Power(1.0, 0.6)},
-        200,
-        tol=0.08,  # noise of the random product, which full batches do not remove
-        noisy=Noisy(noise.double_loop(noise.series(lambda k: 4, 0.5, True)), {**CALM, "inner_steps": 3}),
+        ALSET(K=5, phi=0.5),
+        end=ends_with(neumann_matrix(4, 0.5)),
+        settings={"inner_steps": 3, "outer_lr": Power(1.0, 0.6)},
+        steps=200,
+        tol=0.08,
+        formula=formulas.double_loop(formulas.random_series(always(4), 0.5)),
+        noisy={**CALM, "inner_steps": 3},
+        wrong=ALSET(K=6, phi=0.5),
     ),
     AlgorithmCase(
-        lambda: ALSET(K=5, phi=0.5, estimator="sum"),
-        ends_with(neumann_matrix(4, 0.5)),
-        {"inner_steps": 5, "outer_lr": 1.0},
-        80,
+        ALSET(K=5, phi=0.5, estimator="sum"),
         label="sum",
-    ),
-    AlgorithmCase(
-        lambda: StocBiO(K=4, phi=0.5, B=30, mu=0.3),
-        ends_with(neumann_matrix(4, 0.5)),
-        {"inner_steps": 5, "outer_lr": 1.0},
-        80,
-        noisy=Noisy(noise.double_loop(noise.shrinking([120, 102, 87, 74], 0.5)), CALM),
-    ),
-    AlgorithmCase(
-        lambda: AmIGO(K=3, beta=0.9),
+        end=ends_with(neumann_matrix(4, 0.5)),
         settings={"inner_steps": 5, "outer_lr": 1.0},
         steps=80,
-        noisy=Noisy(noise.amigo(3, 0.9), CALM),
+        formula=formulas.double_loop(formulas.series(always(4), 0.5)),
+        noisy=CALM,
+        wrong=ALSET(K=5, phi=0.5 + 1e-6, estimator="sum"),
     ),
     AlgorithmCase(
-        lambda: VRBO(K=2, phi=0.5, q=3),
-        ends_with(neumann_matrix(2, 0.5)),
-        {"inner_steps": 3, "outer_lr": 1.5},
-        50,
-        noisy=Noisy(noise.vrbo(2, 0.5, 3), {"inner_lr": 0.5, "outer_lr": 0.7}, 40),  # constant steps: the noise is gone
+        StocBiO(K=4, phi=0.5, B=30, mu=0.3),
+        end=ends_with(neumann_matrix(4, 0.5)),
+        settings={"inner_steps": 5, "outer_lr": 1.0},
+        steps=80,
+        formula=formulas.double_loop(formulas.shrinking_series([120, 102, 87, 74], 0.5)),
+        noisy=CALM,
+        wrong=StocBiO(K=4, phi=0.5, B=30, mu=0.31),
     ),
-    # Single loops: one inner step for each outer one, so inner_lr is as large as the curvature allows.
     AlgorithmCase(
-        SOBA,
+        AmIGO(K=3, beta=0.9),
+        settings={"inner_steps": 5, "outer_lr": 1.0},
+        steps=80,
+        formula=formulas.amigo(3, 0.9),
+        noisy=CALM,
+        wrong=AmIGO(K=3, beta=0.9 + 1e-6),
+    ),
+    AlgorithmCase(
+        VRBO(K=2, phi=0.5, q=3),
+        end=ends_with(neumann_matrix(2, 0.5)),
+        settings={"inner_steps": 3, "outer_lr": 1.5},
+        steps=50,
+        formula=formulas.vrbo(K=2, phi=0.5, q=3),
+        noisy={"inner_lr": 0.5, "outer_lr": 0.7},
+        wrong=VRBO(K=2, phi=0.5, q=4),
+    ),
+    AlgorithmCase(
+        SOBA(),
         settings={"inner_lr": 1.5, "outer_lr": 0.2},
         steps=250,
-        noisy=Noisy(noise.soba, {"inner_lr": 0.5, "outer_lr": 0.1}, 300),
+        formula=formulas.soba,
+        noisy={"inner_lr": 0.5, "outer_lr": 0.1},
+        wrong=SOBA(adjoint_lr=0.5 + 1e-6),
     ),
     AlgorithmCase(
-        SABA,
+        SABA(),
         settings={"inner_lr": 1.5, "outer_lr": 0.2},
         steps=250,
-        noisy=Noisy(noise.saba, {"inner_lr": 0.5, "outer_lr": 0.1}, 400),  # variance reduction: constant steps converge
+        formula=formulas.saba,
+        noisy={"inner_lr": 0.5, "outer_lr": 0.1},
+        wrong=SABA(adjoint_lr=0.5 + 1e-6),
     ),
     AlgorithmCase(
-        lambda: TTSA(K=5, phi=0.1, growth="none"),
-        ends_with(neumann_matrix(5, 0.1)),
-        {"inner_lr": 1.5, "outer_lr": 2.0},
-        60,
-        noisy=Noisy(noise.double_loop(noise.series(lambda k: 5, 0.1)), {**SINGLE, "inner_steps": 1}),
+        TTSA(K=5, phi=0.1, growth="none"),
+        end=ends_with(neumann_matrix(5, 0.1)),
+        settings={"inner_lr": 1.5, "outer_lr": 2.0},
+        steps=60,
+        formula=formulas.double_loop(formulas.series(always(5), 0.1)),
+        noisy=SINGLE,
+        wrong=TTSA(K=5, phi=0.1 + 1e-6, growth="none"),
     ),
     AlgorithmCase(
-        lambda: TTSA(K=5, phi=0.1, growth="none", estimator="randomised"),
-        ends_with(neumann_matrix(5, 0.1)),
-        {"inner_lr": 0.9, "outer_lr": Power(2.0, 0.6)},
-        150,
-        tol=0.03,  # the series is random with full batches too
-        noisy=Noisy(noise.double_loop(noise.series(lambda k: 5, 0.1, True)), {**SINGLE, "inner_steps": 1}),
+        TTSA(K=5, phi=0.1, growth="none", estimator="randomised"),
         label="randomised",
+        end=ends_with(neumann_matrix(5, 0.1)),
+        settings={"inner_lr": 0.9, "outer_lr": Power(2.0, 0.6)},
+        steps=150,
+        tol=0.03,
+        formula=formulas.double_loop(formulas.random_series(always(5), 0.1)),
+        noisy=SINGLE,
+        wrong=TTSA(K=5, phi=0.1, growth="none"),
     ),
     AlgorithmCase(
-        TTSA,
+        TTSA(),
+        label="growing",
         settings={"inner_lr": 1.5, "outer_lr": 1.0},
         steps=100,
-        noisy=Noisy(
-            noise.double_loop(noise.series(lambda k: int(2 * math.sqrt(1 + k)), 0.8)),
-            {"inner_lr": Power(0.9, 0.3), "outer_lr": Power(1.0, 1.0, offset=6), "inner_steps": 1},
-            100,
-            make=lambda: TTSA(K=2, phi=0.8),
-        ),
-        label="growing",
+        formula=formulas.double_loop(formulas.series(products_growing_like_the_root, 0.8)),
+        noisy=SINGLE,
+        noisy_method=TTSA(K=2, phi=0.8),
+        wrong=TTSA(K=2, phi=0.8, growth="log"),
     ),
     AlgorithmCase(
-        lambda: TTSA.presets()["ttsa-original"],
+        TTSA.presets()["ttsa-original"],
+        label="original",
         settings={"inner_lr": 1.5, "outer_lr": Power(1.0, 0.6)},
         steps=100,
         tol=0.3,
-        noisy=Noisy(
-            noise.double_loop(noise.series(lambda k: int(2 * (1 + math.log(1 + k))), 0.5, True)),
-            {"inner_lr": Power(0.9, 0.3), "outer_lr": Power(1.0, 1.0, offset=6), "inner_steps": 1},
-            120,
-            own=True,
-            make=lambda: TTSA(K=2, phi=0.5, estimator="randomised", growth="log"),
-        ),
-        label="original",
+        formula=formulas.double_loop(formulas.random_series(products_growing_like_the_logarithm, 0.5)),
+        noisy=SINGLE,
+        noisy_method=TTSA(K=2, phi=0.5, estimator="randomised", growth="log"),
+        wrong=TTSA(K=2, phi=0.5 + 1e-6, estimator="randomised", growth="log"),
     ),
     AlgorithmCase(
-        FSLA,
+        FSLA(),
         settings={"inner_lr": 1.5, "outer_lr": 0.4},
         steps=250,
-        noisy=Noisy(noise.fsla(0.5), {"inner_lr": Power(0.6, 0.3), "outer_lr": Power(0.3, 0.5)}, 250),
+        formula=formulas.fsla(momentum=0.5),
+        noisy={"inner_lr": Power(0.6, 0.3), "outer_lr": Power(0.3, 0.5)},
+        wrong=FSLA(momentum=0.5 + 1e-6),
     ),
     AlgorithmCase(
-        lambda: MRBO(K=5, phi=0.1),
-        ends_with(neumann_matrix(5, 0.1)),
-        {"inner_lr": 1.5, "outer_lr": 2.0},
-        60,
-        noisy=Noisy(noise.momentum(5, 0.1, False), SINGLE),
+        MRBO(K=5, phi=0.1),
+        end=ends_with(neumann_matrix(5, 0.1)),
+        settings={"inner_lr": 1.5, "outer_lr": 2.0},
+        steps=60,
+        formula=formulas.both_momenta(5, 0.1, randomised=False),
+        noisy=SINGLE,
+        wrong=MRBO(K=5, phi=0.1, inner_momentum=0.5 + 1e-6),
     ),
     AlgorithmCase(
-        lambda: SUSTAIN(K=6, phi=0.1),
-        ends_with(neumann_matrix(5, 0.1)),
-        {"inner_lr": 0.9, "outer_lr": Power(2.0, 0.6)},
-        150,
-        tol=0.04,  # the series is random with full batches too
-        noisy=Noisy(noise.momentum(5, 0.1, True), SINGLE),
+        SUSTAIN(K=6, phi=0.1),
+        end=ends_with(neumann_matrix(5, 0.1)),
+        settings={"inner_lr": 0.9, "outer_lr": Power(2.0, 0.6)},
+        steps=150,
+        tol=0.04,
+        formula=formulas.both_momenta(5, 0.1, randomised=True),
+        noisy=SINGLE,
+        wrong=SUSTAIN(K=6, phi=0.1, outer_momentum=0.5 + 1e-6),
     ),
     AlgorithmCase(
-        lambda: SUSTAIN(K=6, phi=0.1, estimator="sum"),
-        ends_with(neumann_matrix(5, 0.1)),
-        {"inner_lr": 1.5, "outer_lr": 2.0},
-        60,
+        SUSTAIN(K=6, phi=0.1, estimator="sum"),
         label="sum",
-    ),  # with noise it is MRBO: tests/test_single_loop.py
-    AlgorithmCase(
-        NHGDSingle,
-        ends_with(kfac_matrix),
-        {"inner_lr": 1.5, "outer_lr": 1.0},
-        100,
-        noisy=Noisy(noise.learning(noise.Kronecker), {**SINGLE, "inner_steps": 1}),
+        end=ends_with(neumann_matrix(5, 0.1)),
+        settings={"inner_lr": 1.5, "outer_lr": 2.0},
+        steps=60,
+        formula=formulas.both_momenta(5, 0.1, randomised=False),
+        noisy=SINGLE,
+        wrong=SUSTAIN(K=6, phi=0.1),
     ),
     AlgorithmCase(
-        lambda: NHGDSingle(refine=6, batches="all"),
+        NHGDSingle(),
+        end=ends_with(kfac_matrix),
         settings={"inner_lr": 1.5, "outer_lr": 1.0},
         steps=100,
-        noisy=Noisy(noise.learning(noise.Kronecker, "all", exact=True), {**SINGLE, "inner_steps": 1}, 80),
+        formula=formulas.learning(formulas.Kronecker),
+        noisy=SINGLE,
+        wrong=NHGDSingle(KFAC(beta=0.951)),
+    ),
+    AlgorithmCase(
+        NHGDSingle(refine=6, batches="all"),
         label="refined",
+        settings={"inner_lr": 1.5, "outer_lr": 1.0},
+        steps=100,
+        formula=formulas.learning(formulas.Kronecker, on_all_data=True, exact=True),
+        noisy=SINGLE,
+        wrong=NHGDSingle(refine=3, batches="all"),
     ),
 ]
