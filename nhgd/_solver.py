@@ -447,7 +447,7 @@ class Solver:
                 self._save_if_due()
                 tick(self.loop.clock.done, f"step {row['step']}, outer loss {row['outer_loss']:.4g}")
             tick(1.0, "")
-        self.loop.assert_equal()
+        self.loop.division.assert_equal()
         if self._writer is not None and self._writer.step != self.loop.clock.k:
             self.save()
         solution = self.solution(result)

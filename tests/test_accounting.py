@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import nhgd
 from nhgd._recording.recorder import Recorder
+from nhgd.objective import Objective
 from tests import oracles
 from tests.catalogue import cross_entropy, normal
 
@@ -242,7 +243,7 @@ def test_a_parametrised_layer_is_computed_once_a_step(tensor: str) -> None:
     recorder = Recorder(problem, "layer", couples=False)
     recorder.step(batch)
     before, state = noise.calls, torch.get_rng_state()
-    plain = Recorder(problem).step(batch)
+    plain = Objective(problem, batch).step()
     once, after = noise.calls - before, torch.get_rng_state()
     torch.set_rng_state(state)
     gradient = recorder.step(batch).gradient

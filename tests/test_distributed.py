@@ -358,7 +358,7 @@ class StumblingAtOnce(Stumbling):
     def init(self, loop: Loop) -> None:
         if self.rank == 1:
             raise InputError("My shoes are untied. Tie them.")
-        loop.assert_equal()
+        loop.division.assert_equal()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import nhgd
 from nhgd.algorithm import BOME, F2SA, resolve
-from nhgd.oracle import Oracle, OracleCalls
+from nhgd.objective import OracleCalls
+from nhgd.oracle import Oracle
 from nhgd.schedule import Constant, Power
 from nhgd.task import Quadratic
 from tests import catalogue, oracles

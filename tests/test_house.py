@@ -30,11 +30,13 @@ ORDER = """
     plot
     data likelihood
     data_parallel
+    part
     variable
     problem
+    record
+    objective
     oracle
     _threads
-    record
     _recording
     inverse
     _cost

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import nhgd
 from nhgd.hypergradients import ESTIMATORS, Implicit, Unrolled, resolve
 from nhgd.inverse import CG
-from nhgd.oracle import OracleCalls
+from nhgd.objective import OracleCalls
 from tests import oracles
 from tests.catalogue import (
     CONVEX,

@@ -17,7 +17,8 @@ from nhgd.inverse import CG, AbstractInverse, Exact, FixedPoint, Identity, Neuma
 from nhgd.inverse._krylov.spectrum import largest_eigenvalue
 from nhgd.inverse._learned.learning import learn
 from nhgd.inverse._learned.state import State
-from nhgd.oracle import Oracle, OracleCalls
+from nhgd.objective import OracleCalls
+from nhgd.oracle import Oracle
 from tests import oracles
 from tests.catalogue import INVERSES, InverseCase, Make, mlp_module, normal, of_classifier, plain_tensor, settled
 from tests.storage import stored

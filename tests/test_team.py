@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 import nhgd
 from nhgd._recording.recorder import Recorder
 from nhgd.algorithm import AID, BSA, MRBO, NHGD, VRBO, AbstractAlgorithm, AmIGO, StocBiO
-from nhgd.data_parallel import AbstractTeam, Alone, Shard, Team
+from nhgd.data_parallel import AbstractTeam, Alone, Team
 from nhgd.errors import InputError, RunError
 from nhgd.execution import Inline
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Neumann
@@ -187,7 +187,8 @@ def quantities(team: AbstractTeam, device: str = "cpu") -> Answers:
     problem = made(device=device)
     x, y, index = (t.to(device) for t in (*data(), torch.arange(SAMPLES)))
     batches = [(x[:13], y[:13], index[:13]), (x[13:15], y[13:15], index[13:15])]
-    at = Oracle(problem, [team.share(b) for b in batches], team.share((x[:11], y[:11])), seed=3)
+    division = stage_of(team, problem, batches, [(x[:11], y[:11])]).division
+    at = Oracle.over(division.objectives(batches, seed=3), division.outer((x[:11], y[:11]), seed=3))
     generator = torch.Generator().manual_seed(9)
     u = torch.randn(problem.theta.numel, dtype=torch.float64, generator=generator).to(device)
     inner, (live, live_leaves) = at.inner_gradients(), at.live_gradient()
@@ -227,7 +228,7 @@ def quantities(team: AbstractTeam, device: str = "cpu") -> Answers:
         assert inverse.records is not None
         recorder = Recorder(problem, inverse.records)
         for batch in batches:
-            step = recorder.step(team.share(batch))
+            step = division.objective(batch).step(recorder)
             assert step.record is not None
             executor.submit(step.record)
         found[f"solve by {name}"] = inverse.solve(executor.snapshot()[0], u, at)[0]
@@ -243,11 +244,12 @@ def stage_of(team: AbstractTeam, problem: nhgd.Bilevel, inner_data: Any, outer_d
 def exchanges(team: Team) -> Answers:
     """What is true of a team whatever the numbers; each entry is what the test looks at."""
     found: Answers = {}
-    shard = team.share((torch.arange(7.0), torch.arange(7)))
-    assert isinstance(shard, Shard)
+    own, shard = team.shard((torch.arange(7.0), torch.arange(7)))
+    assert shard is not None
+    assert shard.parts is not None
     found["parts"] = shard.parts
-    found["whole again"] = team.gather(list(shard.batch), shard.parts)[1].tolist()
-    found["too few"] = team.share(torch.zeros(1)) is not None and not isinstance(team.share(torch.zeros(1)), Shard)
+    found["whole again"] = team.gather(list(own), shard.parts)[1].tolist()
+    found["too few"] = team.shard(torch.zeros(1))[1] is None
     found["sum in half"] = team.sum([torch.ones(3, dtype=torch.bfloat16)])[0].tolist()
 
     sparse = torch.zeros(4000, dtype=torch.float64)

@@ -87,7 +87,7 @@ class F2SA(AbstractAlgorithm):
         for _ in range(loop.settings.inner_steps):
             eta = self.pace * loop.plain_rate("F2SA")
             batch = loop.inner_batch()
-            losses.append(loop.inner_step(batch))
+            losses.append(loop.inner_step(loop.objective(batch)))
             with loop.elsewhere(pulled):
                 at = loop.oracle([self._other(loop, batch)], loop.outer.next())
                 direction = at.inner_gradients(in_v=False).theta + at.outer().theta / multiplier

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from nhgd.algorithm.aid import check_batches
 from nhgd.algorithm.base import AbstractAlgorithm
-from nhgd.data.batch import Batch
 from nhgd.errors import InputError, counted, not_negative, unknown
 from nhgd.inverse import AbstractInverse, FisherDense, FisherWindow, Refined
 from nhgd.inverse._learned.automatic import automatic
 from nhgd.loop.calibration import calibrate
 from nhgd.loop.levenberg_marquardt import LevenbergMarquardt
 from nhgd.loop.loop import Loop, StepInfo
+from nhgd.objective import Objective
 from nhgd.problem import Bilevel
 
 Cross = Literal["final", "trajectory"]
@@ -29,8 +29,7 @@ class Visit(NamedTuple):
     """What is needed to take the cross derivative of one inner step again: where it was, on what, with which dropout."""
 
     theta: Tensor
-    batch: Batch
-    seed: int
+    objective: Objective
 
 
 @dataclass
@@ -158,7 +157,7 @@ class NHGD(AbstractAlgorithm):
         batches = loop.inner_batches(self.batches)
         if self.observe == "end":
             for batch in batches:
-                loop.gradient(batch, always=True)
+                loop.gradient(loop.objective(batch), always=True)
 
         def along(x: Tensor) -> list[Tensor]:
             return trajectory_cross(loop, visits, x)
@@ -174,15 +173,15 @@ class NHGD(AbstractAlgorithm):
 
     def _inner(self, loop: Loop, state: NHGDState, visits: list[Visit]) -> Tensor:
         if self.cross == "trajectory":
-            batch, seed = loop.inner_batch(), loop.seed()
-            visits.append(Visit(loop.problem.theta.flat(), batch, seed))
+            objective = loop.objective(loop.inner_batch(), loop.seed())
+            visits.append(Visit(loop.problem.theta.flat(), objective))
         else:
-            batch, seed = None, None
+            objective = None
         if state.marquardt is not None:
             # Where the last inner loop ended, this one begins, so its curvature serves the first step.
             known = self.observe == "end" and loop.clock.t == 0 and loop.clock.k > 0 and self.curvature == "carried"
-            return state.marquardt.step(loop, batch, seed, record=not (known and self.warm_start))
-        return loop.inner_step(batch, record=self.observe == "all", seed=seed)
+            return state.marquardt.step(loop, objective, record=not (known and self.warm_start))
+        return loop.inner_step(objective, record=self.observe == "all")
 
 
 def trajectory_cross(loop: Loop, visits: list[Visit], x: Tensor) -> list[Tensor]:
@@ -193,8 +192,7 @@ def trajectory_cross(loop: Loop, visits: list[Visit], x: Tensor) -> list[Tensor]
     try:
         for visit in visits:
             problem.theta.assign(visit.theta)
-            at = loop.oracle([visit.batch], None, visit.seed - 1)  # a point's first batch: seed + 1
-            for t, part in zip(total, at.cross(x), strict=True):
+            for t, part in zip(total, loop.replay(visit.objective).cross(x), strict=True):
                 t.add_(part, alpha=1 / len(visits))
     finally:
         problem.theta.assign(here)

@@ -95,14 +95,13 @@ class VRBO(AbstractAlgorithm):
                 break
             # What was drawn for the last correction is let go: it may hold a shuffled copy of the data.
             loop.recent.clear()
-            batch, seed = loop.inner_batch(), loop.seed()
-            # A point's first batch has seed + 1: dropout can be replayed at the point before.
-            found = loop.gradient(batch, record=False, seed=seed + 1)
+            objective = loop.objective(loop.inner_batch(), loop.seed() + 1)
+            found = loop.gradient(objective, record=False)
             sample = draw(loop, "sum", self.K)
             here = estimate(loop, sample, phi)
             with loop.elsewhere(*before):
                 there = estimate(loop, sample, phi)
-                last = loop.oracle([batch], None, seed).inner_gradients(in_v=False).theta
+                last = loop.replay(objective).inner_gradients(in_v=False).theta
             in_theta = in_theta + theta.flatten(found.gradient) - last
             in_v = in_v + v.flatten(here.leaves) - v.flatten(there.leaves)
             losses.append(found.value)

@@ -14,7 +14,8 @@ from nhgd._tree.encoding import expected
 from nhgd.checkpoint import schema
 from nhgd.data.batch import fingerprint
 from nhgd.errors import InputError
-from nhgd.loop.loop import Loop, Mover
+from nhgd.loop.loop import Loop
+from nhgd.loop.mover import Mover
 from nhgd.problem import Bilevel
 from nhgd.variable import Variable
 

@@ -13,7 +13,7 @@ from nhgd._registry import summary
 from nhgd._validation import Validated
 from nhgd.data.batch import Batch
 from nhgd.inverse.base import AbstractInverse, SolveStats
-from nhgd.oracle import OracleCalls
+from nhgd.objective import OracleCalls
 from nhgd.problem import Bilevel
 from nhgd.variable import Like
 

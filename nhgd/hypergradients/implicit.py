@@ -17,7 +17,8 @@ from nhgd.errors import InverseWarning, percent
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
 from nhgd.inverse._learned.learning import learn
 from nhgd.inverse.base import POOR, AbstractInverse, SolveStats
-from nhgd.oracle import Oracle, OracleCalls, OuterGradient
+from nhgd.objective import OracleCalls
+from nhgd.oracle import Oracle, OuterGradient
 from nhgd.problem import Bilevel
 
 VANISHED = 1e-10  # of the squared outer gradient: what the samples' squared gradients are nothing beside it

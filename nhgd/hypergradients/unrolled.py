@@ -14,7 +14,8 @@ from nhgd.errors import InputError, counted, positive
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
 from nhgd.inverse._krylov.spectrum import largest_eigenvalue
 from nhgd.inverse.base import AbstractInverse, SolveStats
-from nhgd.oracle import Oracle, OracleCalls, twice_differentiable
+from nhgd.objective import OracleCalls, twice_differentiable
+from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
 
 

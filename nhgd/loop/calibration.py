@@ -8,10 +8,9 @@ from typing import Any
 
 from nhgd._memory import synchronise
 from nhgd._recording.recorder import Recorder
-from nhgd.data_parallel import Shard
 from nhgd.inverse import AbstractInverse, Refined
 from nhgd.loop.loop import Loop
-from nhgd.oracle import OracleCalls
+from nhgd.objective import Objective
 
 
 def calibrate(loop: Loop) -> None:
@@ -24,14 +23,11 @@ def calibrate(loop: Loop) -> None:
         return
     learner: Any = inverse.inverse if isinstance(inverse, Refined) else inverse
     problem = loop.problem
-    part = loop.divided("inner", loop.inner.peek())  # the run itself draws as if nobody had looked
-    batch = part.batch if isinstance(part, Shard) else part
-    calls = OracleCalls()  # measuring is no part of the run's work
-    plain = Recorder(problem, calls=calls)
-    recording = Recorder(problem, inverse.records, inverse.fisher, calls, inverse.couples)
+    batch = loop.objective(loop.inner.peek()).batch  # the run itself draws as if nobody had looked
+    recording = Recorder(problem, inverse.records, inverse.fisher, couples=inverse.couples)
     with problem.guarded(seed=0):
         state = inverse.observe(inverse.init(problem.theta), recording.step(batch).record)
-        inner = _median(lambda: plain.step(batch), problem.theta.device)
+        inner = _median(lambda: Objective(problem, batch).step(), problem.theta.device)
         both = _median(lambda: inverse.observe(state, recording.step(batch).record), problem.theta.device)
         layers = state.inputs if hasattr(learner, "decomposed") else ()
         invert = _median(lambda: [learner.decomposed(state, layer) for layer in layers], problem.theta.device)

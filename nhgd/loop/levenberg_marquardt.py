@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.loop.loop import Loop
+from nhgd.objective import Objective
 
 TRIES = 3
 
@@ -34,30 +34,33 @@ class LevenbergMarquardt:
     damping: float = 0.0
     taken_back: int = 0
 
-    def step(self, loop: Loop, batch: Batch | None = None, seed: int | None = None, record: bool = True) -> Tensor:
-        """One natural step on a batch, by default the next, by the curvature at hand or recorded here; the loss before it."""
+    def step(self, loop: Loop, objective: Objective | None = None, record: bool = True) -> Tensor:
+        """One natural step, by default on the next batch, by the curvature at hand or recorded here; the loss before it.
+
+        Dropout is that of the objective's seed, the same before and after.
+        """
         theta = loop.problem.theta
         if loop.inverse is None or loop.executor.name != "inline":
             raise InputError("inner='natural' needs the curvature of the step before it: use execution='inline'.")
-        batch = loop.inner_batch() if batch is None else batch
-        seed = loop.seed() if seed is None else seed
-        found = loop.gradient(batch, record, seed=seed)  # the same dropout before and after
+        if objective is None:
+            objective = loop.objective(loop.inner_batch(), loop.seed())
+        found = loop.gradient(objective, record)
         gradient = theta.flatten(found.gradient)
         state, _ = loop.executor.snapshot()
         if self.damping == 0.0:
             # A first guess in the units of the curvature: a tenth of what it is along the gradient.
-            at = loop.oracle([batch], None, seed)
+            at = loop.replay(objective)
             first = loop.inverse.operator(state, at)(gradient)
             guess = 0.1 * float(gradient.norm()) / max(float(first.norm()), torch.finfo(first.dtype).tiny)
             self.damping = max(guess, self.floor)
         before, here = float(found.value), theta.flat()
         loop.shift_theta(torch.zeros_like(here))
         for _ in range(TRIES):
-            at = loop.oracle([batch], None, seed)  # theta must not move while one is in use
+            at = loop.replay(objective)  # theta must not move while one is in use
             direction = loop.inverse.damped(self.damping).operator(state, at)(gradient)
             theta.assign(here - self.lr * direction)
             loop.project_theta()
-            after = loop.oracle([batch], None, seed - 1).inner_value()  # a point's first batch: seed + 1
+            after = objective.value()
             predicted = self.lr * (1 - self.lr / 2) * float(gradient.dot(direction))
             rounding = 100 * torch.finfo(theta.dtype).eps * abs(before)
             if abs(predicted) <= rounding and abs(after - before) <= rounding:

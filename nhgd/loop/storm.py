@@ -71,9 +71,8 @@ def both_levels(
     theta, v = loop.problem.theta, loop.problem.v
     eta_theta, eta_v = momentum(inner_momentum, loop.clock), momentum(outer_momentum, loop.clock)
 
-    batch, seed = loop.inner_batch(), loop.seed()
-    # A point's first batch has seed + 1: dropout can be replayed at the point before.
-    found = loop.gradient(batch, seed=seed + 1)
+    objective = loop.objective(loop.inner_batch(), loop.seed() + 1)
+    found = loop.gradient(objective)
     in_theta = theta.flatten(found.gradient)
     sample = draw(loop, estimator, products)
     series, phi = scaled(loop, sample, phi, trail.phi)
@@ -81,7 +80,7 @@ def both_levels(
 
     with loop.elsewhere(trail.theta, trail.v):
         if eta_theta < 1:
-            there = loop.oracle([batch], None, seed).inner_gradients(in_v=False).theta
+            there = loop.replay(objective).inner_gradients(in_v=False).theta
             in_theta = in_theta + (1 - eta_theta) * (trail.in_theta - there)
         # A direction of another scale is no memory of this one: momentum begins again when phi is halved.
         if eta_v < 1 and phi == trail.phi:

@@ -9,7 +9,7 @@ from nhgd._autocast import set_aside
 from nhgd._recording.recorder import Recorder
 from nhgd.data.batch import Batch
 from nhgd.inverse.base import AbstractInverse
-from nhgd.oracle import OracleCalls
+from nhgd.objective import OracleCalls
 from nhgd.problem import Bilevel
 
 

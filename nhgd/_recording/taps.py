@@ -1,0 +1,173 @@
+"""The layers an inner step goes through: hooks on the forward pass, scores from the backward pass, and records of both.
+
+This is the only place where modules have hooks. They live for one forward pass: one hook notes the input of every Linear and
+Conv2d whose weight belongs to theta, and the place in the autograd graph where its output was made, so that the same backward
+pass that gives the gradient also gives the score of every sample at every layer. Noting the place in the graph instead of
+the output tensor keeps in-place activations harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from nhgd._randomness import standing
+from nhgd._recording.accounting import Call, Scores, elsewhere, held, walked
+from nhgd.data.batch import Batch
+from nhgd.errors import InputError
+from nhgd.objective import Pass
+from nhgd.problem import Bilevel, Losses, uncompiled
+from nhgd.record import LayerRecord
+
+
+@dataclass
+class TappedPass(Pass):
+    """A pass over a batch, and what was seen of it.
+
+    Attributes:
+        calls: of layers.
+        form: of the graph.
+        elsewhere: parameters that layers do not account for.
+        drawn: whether random numbers were drawn, so that the rows of all parameters must be of the same pass.
+        own: the gradient with the weights held constant; None where it is the gradient itself.
+        scores: of the objective with constant weights, one for each call.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    form: int = 0
+    elsewhere: set[str] = field(default_factory=set)
+    drawn: bool = False
+    own: list[Tensor | None] | None = None
+    scores: Scores = ()
+
+    @property
+    def edges(self) -> list[Any]:
+        """Where the outputs of the layers were made."""
+        return [call.edge for call in self.calls]
+
+
+class Taps:
+    """Watches forward passes of a problem's inner function.
+
+    Args:
+        problem: whose theta the layers hold.
+        layers: whether calls of layers are noted.
+        outputs: whether the graph of `Losses.outputs` counts as well as that of the losses.
+        draws: whether it is noted that random numbers were drawn.
+    """
+
+    def __init__(self, problem: Bilevel, layers: bool, outputs: bool, draws: bool) -> None:
+        self.problem = problem
+        self.layers = layers
+        self.outputs = outputs
+        self.draws = draws
+        theta = problem.theta
+        self.names = {id(leaf): name for name, leaf in zip(theta.names, theta.leaves, strict=True)}
+        self.shapes = {name: leaf.shape for name, leaf in zip(theta.names, theta.leaves, strict=True)}
+
+    def forward(self, batch: Batch) -> TappedPass:
+        """The losses of a batch, the layers they went through, and what their graph tells of both."""
+        problem, theta = self.problem, self.problem.theta
+        v: Sequence[Tensor] | None = [leaf.detach() for leaf in problem.v.leaves]
+        if problem.v.root is not None:
+            v = problem.v.leaves if self.layers else None
+        before = standing(theta.device) if self.draws else None
+        with self.noting() as calls:
+            # Given the leaves, a compiled module is seen uncompiled: it would not know of the hook.
+            losses = problem.losses(batch, theta.leaves if self.layers else None, v)
+        if not losses.per_sample:
+            raise InputError(
+                "Recording curvature needs per-sample losses, but inner() returned a scalar. Return losses of shape (B,)."
+            )
+        return self.seen(losses, calls, drawn=before is not None and before != standing(theta.device))
+
+    def seen(self, losses: Losses, calls: list[Call], drawn: bool) -> TappedPass:
+        """Losses with the calls that led to them, and what their graph tells."""
+        found = TappedPass(losses, losses.values.new_zeros(()), [], calls=calls, drawn=drawn)
+        if self.layers:
+            roots = (losses.values, losses.outputs if self.outputs else None)
+            uses, found.form = walked(roots, calls, self.names)
+            found.elsewhere = elsewhere(calls, uses)
+            found.layers = [call.weight for call in calls]
+        return found
+
+    def uses_theta(self, tensor: Tensor) -> bool:
+        """Whether a tensor's graph ends at theta."""
+        return bool(walked((tensor,), (), self.names).uses)
+
+    @contextmanager
+    def noting(self) -> Iterator[list[Call]]:
+        """Note every call of a Linear or Conv2d that holds a parameter of theta, inside this block alone.
+
+        The block is the forward pass and no more: activation checkpointing calls modules again in the backward pass.
+        """
+        calls: list[Call] = []
+        if not self.layers:
+            yield calls
+            return
+
+        def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if not isinstance(module, (nn.Linear, nn.Conv2d)):
+                return
+            name = self.names.get(id(held(module, "weight")))
+            # Keyword arguments do not reach this hook; what is not noted here counts among the other parameters.
+            if name is None or not args or not isinstance(output, Tensor) or not output.requires_grad:
+                return
+            given = args[0]
+            bias = self.names.get(id(held(module, "bias")))
+            # On sequences the output is a view of a matrix, and an in-place activation replaces the view's place in the
+            # graph, but not the matrix's.
+            base = output._base
+            made = base if base is not None and base.numel() == output.numel() and output.is_contiguous() else output
+            source = get_gradient_edge(given) if given.requires_grad else None
+            calls.append(Call(module, name, bias, given.detach(), source, get_gradient_edge(made), output.shape))
+
+        # The hook is global because theta may be a dict that the user feeds to functional_call on a module of his own.
+        handle = nn.modules.module.register_module_forward_hook(note)
+        try:
+            with uncompiled():
+                yield calls
+        finally:
+            handle.remove()
+
+    def layer_records(
+        self, losses: Losses, calls: Sequence[Call], columns: Sequence[Scores], seeded: bool = False
+    ) -> list[LayerRecord]:
+        """Calls and their scores, one column a root, layer by layer. `seeded`: the scores are those of a likelihood's roots."""
+        samples = losses.values.shape[0]
+        weights = torch.ones_like(losses.values) if losses.weights is None else losses.weights
+        root = weights.detach().sqrt()
+        # The backward pass of mean_i( w_i l_i ) gave w_i / B times a score, the one of r_ik . z_i the score itself.
+        # The root of a negative weight is nan and stays so: a sample must not vanish without a word.
+        scale = root if seeded else torch.where(root == 0, 0.0, samples / root)
+        grouped: dict[str, list[tuple[Call, tuple[Tensor, ...]]]] = {}
+        for position, call in enumerate(calls):
+            if call.output_shape[0] != samples or len(call.output_shape) < 2 or call.input.shape[0] != samples:
+                raise InputError(
+                    f"The layer of {call.weight!r} saw an input of shape {tuple(call.input.shape)} in a batch of {samples}"
+                    " samples. Per-sample curvature needs the samples in the first dimension of every layer's input."
+                )
+            scores = [column[position] for column in columns]
+            found = tuple(
+                call.input.new_zeros(call.output_shape) if s is None else s.detach().reshape(call.output_shape)
+                for s in scores
+            )
+            grouped.setdefault(call.weight, []).append((call, found))
+        return [
+            LayerRecord(
+                weight,
+                pairs[0][0].bias,
+                self.shapes[weight],
+                pairs[0][0].module,
+                tuple(call.input for call, _ in pairs),
+                tuple(scores for _, scores in pairs),
+                scale.to(torch.promote_types(pairs[0][1][0].dtype, torch.float32)),
+            )
+            for weight, pairs in grouped.items()
+        ]

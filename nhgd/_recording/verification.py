@@ -1,0 +1,155 @@
+"""What is checked before records are believed: when the graph has a form that was not seen before, and now and then later.
+
+At a theta nearby, where nothing is zero by accident, samples must not influence each other, and the scores of a layer must add
+up to its gradient; a layer whose scores do not is not recorded as one. Nothing of that draws from the run's random numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nhgd._randomness import unmoved
+from nhgd._recording.accounting import check_independent, fits
+from nhgd._recording.taps import TappedPass, Taps
+from nhgd.data.batch import Batch
+from nhgd.errors import InputError
+from nhgd.likelihood import AbstractLikelihood
+from nhgd.problem import Losses
+from nhgd.record import LayerRecord
+
+FORMS = 16  # of the graph that are looked at as soon as they appear; later ones now and then
+
+
+class Verification:
+    """What is known of the layers of a model, as far as it was seen.
+
+    Attributes:
+        unaccounted: parameters that were met outside their layers.
+        recorded: weights, with biases, that records held as layers.
+    """
+
+    def __init__(self, taps: Taps) -> None:
+        self.taps = taps
+        self.unaccounted: set[str] = set()
+        self.recorded: dict[str, str | None] = {}
+        self._forms: dict[int, set[str]] = {}  # of graphs that were verified, with the layers that told nothing there
+        self._records = 0
+        self._likely = False  # whether the likelihood was compared with the losses
+
+    def memory(self) -> dict[str, Any]:
+        """What later records depend on, as plain values."""
+        return {"unaccounted": sorted(self.unaccounted), "layers": dict(self.recorded)}
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Go on from what was known then."""
+        self.unaccounted, self.recorded = set(memory["unaccounted"]), dict(memory["layers"])
+
+    def begin(self) -> None:
+        """A record is about to be made."""
+        self._records += 1
+        problem = self.taps.problem
+        for root in (problem.theta.root, problem.v.root):
+            for name, module in root.named_modules() if root is not None else ():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+                    raise InputError(
+                        f"Per-sample curvature is not defined with BatchNorm in training mode ({name!r}), where samples"
+                        " influence each other. Call model.eval() on it, or use GroupNorm or LayerNorm."
+                    )
+
+    @property
+    def _now_and_then(self) -> bool:
+        return self._records & (self._records - 1) == 0
+
+    def is_due(self, found: TappedPass) -> bool:
+        """Whether the layers are to be verified: in a graph of a new form, or of one that left something open."""
+        if not found.calls:
+            return False
+        if found.form not in self._forms:
+            return len(self._forms) < FORMS or self._now_and_then
+        return bool(self._forms[found.form]) and self._now_and_then
+
+    def note(self, found: TappedPass, own: Sequence[Tensor | None], batch: Batch | None) -> None:
+        """Remember which parameters the layers of a pass do not account for; with a batch, verify them on it if that is due.
+
+        Args:
+            own: the gradient that the scores are a part of.
+        """
+        found.elsewhere |= self._computing_otherwise(found, own)
+        if batch is not None and self.is_due(found):
+            found.elsewhere |= self._verified(batch, found.form)
+        found.news = not found.elsewhere <= self.unaccounted
+        self.unaccounted |= found.elsewhere
+
+    def _computing_otherwise(self, found: TappedPass, own: Sequence[Tensor | None]) -> set[str]:
+        """Parameters of subclasses of layers whose gradient is not what their scores add up to."""
+        chosen = [i for i, call in enumerate(found.calls) if not call.is_plain and call.weight not in found.elsewhere]
+        if not chosen:
+            return set()
+        calls, scores = [found.calls[i] for i in chosen], [found.scores[i] for i in chosen]
+        gradients = dict(zip(self.taps.problem.theta.names, own, strict=True))
+        return {
+            name
+            for layer in self.taps.layer_records(found.losses, calls, [scores])
+            if not fits(layer, gradients)[0]
+            for name in (layer.weight, layer.bias)
+            if name is not None
+        }
+
+    def _verified(self, batch: Batch, form: int) -> set[str]:
+        """Verify the layers, nearby if the graph has the same form there; parameters that they do not account for."""
+        problem, theta = self.taps.problem, self.taps.problem.theta
+        with unmoved(theta.device), problem.guarded(seed=0), torch.enable_grad():
+            with theta.nearby():
+                try:
+                    found: TappedPass | None = self.taps.forward(batch)
+                except Exception:  # the user's function may not know such a place
+                    found = None
+                if found is not None and found.form == form and bool(torch.isfinite(found.losses.values).all()):
+                    return self._verify(found, form)
+            return self._verify(self.taps.forward(batch), form)
+
+    def _verify(self, found: TappedPass, form: int) -> set[str]:
+        """Refuse samples that influence each other; parameters whose gradient is not what their layer's scores add up to."""
+        theta = self.taps.problem.theta
+        losses = replace(found.losses, weights=None)
+        given = torch.autograd.grad(losses.mean(), (*theta.leaves, *found.edges), allow_unused=True, retain_graph=True)
+        own, scores = dict(zip(theta.names, given, strict=False)), given[len(theta.leaves) :]
+        seen = check_independent(losses.values, found.calls, scores)
+        wrong: set[str] = set()
+        for layer in self.taps.layer_records(losses, found.calls, [scores]):
+            if layer.weight in found.elsewhere:
+                continue  # and its calls may not even fit together
+            good, telling = fits(layer, own)
+            if not good:
+                wrong |= {name for name in (layer.weight, layer.bias) if name is not None}
+            if not telling:
+                seen.discard(layer.weight)
+        self._forms[form] = {call.weight for call in found.calls} - seen
+        return wrong
+
+    def accounted(self, layers: Sequence[LayerRecord]) -> list[LayerRecord]:
+        """The layers that are all of their parameters' gradients."""
+        return [x for x in layers if x.weight not in self.unaccounted and x.bias not in self.unaccounted]
+
+    def settle(self, layers: Sequence[LayerRecord]) -> None:
+        """Refuse a weight that records held as a layer and that is used outside its layer now: they do not fit together."""
+        for weight, bias in self.recorded.items():
+            if weight in self.unaccounted or bias in self.unaccounted:
+                raise InputError(
+                    f"{weight!r} is used outside its layer in this batch, and it was not in those before, whose curvature was"
+                    " kept layer by layer. Use FisherWindow(records='sample') or fisher_dense, which take any model, or an"
+                    " inverse of Hessian products, such as cg."
+                )
+        self.recorded |= {layer.weight: layer.bias for layer in layers}
+
+    def check_likelihood(self, likelihood: AbstractLikelihood, outputs: Tensor, losses: Losses) -> None:
+        """Compare the likelihood with the losses, once."""
+        if not self._likely:
+            with unmoved(self.taps.problem.theta.device):
+                likelihood.verify(outputs, losses.values)
+            self._likely = True

@@ -1,0 +1,101 @@
+"""How a variable moves: an optimiser and its step sizes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import LBFGS, SGD, Optimizer
+
+from nhgd._validation import shown
+from nhgd.errors import InputError
+from nhgd.loop.settings import OptimizerFactory
+from nhgd.schedule import Clock, Rate, Schedule
+from nhgd.schedule import resolve as resolve_rate
+from nhgd.variable import Variable
+
+
+class Mover:
+    """Moves one variable by an optimiser with its step sizes."""
+
+    def __init__(
+        self, variable: Variable, level: str, optimizer: OptimizerFactory | None, rate: Rate | None, default: float
+    ) -> None:
+        self.variable = variable
+        leaves = list(variable.leaves)
+        self.schedule: Schedule | None = None if rate is None else resolve_rate(rate, f"{level}_lr")
+        if optimizer is None or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
+            self.schedule = self.schedule or resolve_rate(default, f"{level}_lr")
+            lr = self.schedule.rate(Clock())
+            chosen: Any = SGD if optimizer is None else optimizer
+            self.optimizer: Optimizer = chosen(leaves, lr=lr)
+        elif isinstance(optimizer, Optimizer):
+            self.optimizer = optimizer
+        else:
+            made = optimizer(leaves) if callable(optimizer) and not isinstance(optimizer, type) else None
+            if not isinstance(made, Optimizer):
+                returned = "" if made is None else f", which returned {shown(made)}"
+                raise InputError(
+                    f"{level}_optimizer must be a torch optimiser, its class, or a function of the parameters that returns one;"
+                    f" got {shown(optimizer)}{returned}."
+                )
+            self.optimizer = made
+        # A plain tensor is trained through an alias that requires a gradient; an optimiser may hold either of the two.
+        held = {p.data_ptr(): p for group in self.optimizer.param_groups for p in group["params"]}
+        self._targets = [held.get(leaf.data_ptr(), leaf) for leaf in leaves]
+        if set(held) != {leaf.data_ptr() for leaf in leaves}:
+            raise InputError(
+                f"The {level} optimiser does not hold exactly the trainable tensors of {variable.role}. Pass a factory, for"
+                f" example {level}_optimizer=lambda params: torch.optim.Adam(params, lr=1e-3)."
+            )
+        if level == "inner" and any(group.get("weight_decay") for group in self.optimizer.param_groups):
+            warnings.warn(
+                "The inner optimiser has weight_decay, which the hypergradient does not see. Set it to 0 and pass l2= to"
+                " Bilevel instead.",
+                stacklevel=4,
+            )
+
+    def rate(self, clock: Clock) -> float:
+        """The step size now."""
+        return self.schedule.rate(clock) if self.schedule is not None else float(self.optimizer.param_groups[0]["lr"])
+
+    def move(self, gradient: Sequence[Tensor], clock: Clock, closure: Callable[[], Tensor] | None = None) -> None:
+        """One optimiser step along a gradient, one tensor a leaf. LBFGS asks `closure` for more of them."""
+        if self.schedule is not None:
+            lr = self.schedule.rate(clock)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+        self.give(gradient)
+        if not isinstance(self.optimizer, LBFGS):
+            self.optimizer.step()
+        elif closure is not None:
+            self.optimizer.step(closure)
+        else:
+            raise InputError(
+                f"LBFGS asks for the loss of {self.variable.role} several times a step, which this method cannot tell it there."
+                " Use another optimiser, for example torch.optim.Adam."
+            )
+        for target in self._targets:
+            target.grad = None
+
+    def give(self, gradient: Sequence[Tensor]) -> None:
+        """Put a gradient where the optimiser looks for it."""
+        for target, g in zip(self._targets, gradient, strict=True):
+            target.grad = g.to(target.dtype)
+
+    def plain_rate(self, clock: Clock, owner: str) -> float:
+        """The size of the next step for a method that takes plain gradient steps; other optimisers are refused."""
+        known = ("momentum", "weight_decay", "nesterov", "maximize")
+        groups = self.optimizer.param_groups
+        if (
+            type(self.optimizer) is not SGD
+            or any(group[name] for group in groups for name in known)
+            or (self.schedule is None and len({float(group["lr"]) for group in groups}) > 1)
+        ):
+            raise InputError(
+                f"{owner} takes plain gradient steps on theta, so it works with no other inner optimiser. Omit"
+                " inner_optimizer and set inner_lr."
+            )
+        return self.rate(clock)

@@ -1,0 +1,331 @@
+"""The inner objective on one batch: its value, its derivatives, and the gradient that an inner step takes.
+
+    mean_i( w_i l_i ) + sum( l2 * theta^2 )
+
+An `Objective` has a seed of its own, so that whoever keeps it can have the same dropout again, at the same place or at
+another. It keeps no graph: theta and v may move between two questions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from nhgd._autocast import set_aside
+from nhgd.data.batch import Batch, common_length
+from nhgd.errors import InputError
+from nhgd.part import WHOLE, Part
+from nhgd.problem import Bilevel, Losses
+from nhgd.record import InnerRecord, InnerStep
+
+
+@dataclass
+class OracleCalls:
+    """How often each derivative was asked for; one call is one batch.
+
+    One gradient is one backward pass over a batch, with or without a forward pass of its own. So an inner step counts once for
+    its gradient; each root of the exact or the sampled Fisher matrix is one more; so are, once or for each root, the rows of
+    parameters outside Linear and Conv2d, which a pass of their own gives, or as many as there are samples where dropout is
+    to be that of the inner step. What is done once to look at a model, before the first step or in it, does not count.
+    `samples` are those of all inner gradients.
+    """
+
+    inner_gradients: int = 0
+    outer_gradients: int = 0
+    hvps: int = 0
+    cross: int = 0
+    samples: int = 0
+
+    @property
+    def gradients(self) -> int:
+        """First derivatives of either level."""
+        return self.inner_gradients + self.outer_gradients
+
+    def as_dict(self) -> dict[str, int]:
+        """All counters by name, with their total of first derivatives."""
+        return {"gradients": self.gradients} | {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+@dataclass
+class Pass:
+    """A forward and a backward pass over a batch.
+
+    Attributes:
+        losses: with their graph, as far as it was kept.
+        value: the mean loss, without the ridge.
+        data: its gradient, one tensor a leaf; None where a leaf is not used.
+        passes: backward passes over the batch.
+        layers: the layers that were met.
+        news: whether something was found that later records must heed.
+    """
+
+    losses: Losses
+    value: Tensor
+    data: list[Tensor | None]
+    passes: int = 1
+    layers: Sequence[str] = ()
+    news: bool = False
+
+
+class Tap:
+    """What an inner step hands over beside its gradient: here, nothing. A `Recorder` makes a record of it."""
+
+    def passed(self, problem: Bilevel, batch: Batch) -> Pass:
+        """The losses of a batch and their gradient, as an inner step takes them: buffers follow, compiled modules run."""
+        v = None if problem.v.root is not None else [leaf.detach() for leaf in problem.v.leaves]
+        losses = problem.losses(batch, None, v)
+        problem.heed(losses)
+        value = losses.mean()
+        found = torch.autograd.grad(value, problem.theta.leaves, allow_unused=True)
+        return Pass(losses, value.detach(), list(found))
+
+    def agree(self, part: Part) -> None:
+        """Take up what other parts of the batch have shown."""
+
+    def record(self, batch: Batch, found: Pass, gradient: Sequence[Tensor], part: Part) -> InnerRecord | None:
+        """The record of a pass, whose gradient is that of the whole batch by now. May raise `found.passes`."""
+        return None
+
+
+NO_TAP = Tap()
+
+
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Where a gradient is differentiated: a sentence in place of torch's, where it has no second derivative of something."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise InputError(
+            f"torch cannot differentiate the inner loss twice ({str(error).splitlines()[0].rstrip('.')}). Replace that"
+            " operation (nn.EmbeddingBag by nn.Embedding and a mean, for example), or use a method of first derivatives alone:"
+            " f2sa or bome."
+        ) from error
+
+
+class Objective:
+    """The inner objective on one batch, ridge included.
+
+    Args:
+        problem: its theta and v are taken as they are when a question is asked.
+        batch: the samples.
+        seed: what dropout is drawn from; the same in every answer. None: an inner step draws from the generators as they
+            stand, and everything else from 0.
+        part: where the batch is divided among processes: which samples these are. Terms are then this process's own, and
+            their sums over the processes, by `part.sum`, those of the whole batch.
+
+    >>> x, y = torch.ones(8, 2), torch.ones(8)
+    >>> problem = Bilevel(
+    ...     inner=lambda theta, v, batch: (batch[0] @ theta - batch[1]) ** 2,
+    ...     outer=lambda theta, v, batch: theta.sum(),
+    ...     theta=torch.zeros(2), v=torch.zeros(()), l2=1.0)
+    >>> objective = Objective(problem, (x, y))
+    >>> objective.value(), objective.gradient()
+    (1.0, tensor([-2., -2.]))
+    >>> objective.hvp(torch.tensor([1.0, -1.0]))
+    tensor([ 2., -2.])
+    """
+
+    def __init__(self, problem: Bilevel, batch: Batch, seed: int | None = None, part: Part = WHOLE) -> None:
+        self.problem = problem
+        self.batch = batch
+        self.seed = seed
+        self.part = part
+        self.samples = part.total(common_length(batch))  # what a batch does not show is known when its losses are
+
+    @contextmanager
+    def drawing(self, live: bool = False) -> Iterator[None]:
+        """The setting of one pass, in which dropout is that of the seed. `live`: buffers follow."""
+        device = self.problem.theta.device
+        with set_aside(), self.part.drawing(self.seed or 0, device) as seed, self.problem.guarded(seed, live):
+            yield
+
+    def losses(self) -> Losses:
+        """The losses of the samples here."""
+        losses = self.problem.losses(self.batch)
+        self.problem.heed(losses)
+        self.samples = self.part.total(losses.samples(self.batch))
+        return losses
+
+    def term(self) -> Tensor:
+        """The objective, or this process's term of it, with its graph."""
+        return self.part.term(self.losses().mean(), self.problem.ridge())
+
+    def graph(self, calls: OracleCalls | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The term, and its gradient in theta with its graph, one tensor a leaf."""
+        with torch.enable_grad():
+            term = self.term()
+            with twice_differentiable():
+                gradient = torch.autograd.grad(
+                    term, self.problem.theta.leaves, create_graph=True, materialize_grads=True
+                )
+        self.count(calls)
+        return term.detach(), gradient
+
+    def pull_back(
+        self,
+        graph: Sequence[Tensor],
+        along: Sequence[Tensor],
+        wrt: Sequence[Tensor],
+        retain: bool = False,
+        several: bool = False,
+    ) -> Sequence[Tensor | None]:
+        """d(gradient . vector)/d(wrt), the vector, or `several` stacked ones, given one part a leaf."""
+        pairs = [(g, a) for g, a in zip(graph, along, strict=True) if g.requires_grad]
+        if not pairs:
+            return [None] * len(wrt)
+        with twice_differentiable():
+            return torch.autograd.grad(
+                [g for g, _ in pairs],
+                wrt,
+                [a for _, a in pairs],
+                retain_graph=retain,
+                allow_unused=True,
+                is_grads_batched=several,
+            )
+
+    def count(self, calls: OracleCalls | None, passes: int = 1) -> None:
+        """Gradients on this batch, once its losses are known."""
+        if calls is not None:
+            calls.inner_gradients += passes
+            calls.samples += (self.samples or 1) * passes
+
+    def step(self, tap: Tap = NO_TAP, calls: OracleCalls | None = None) -> InnerStep:
+        """The gradient of an inner step, with what a tap makes of it: buffers follow, and hooks of the user's run.
+
+        On a part of a batch the value and the gradient are those of the whole batch, and the record that of the part.
+        """
+        problem, theta, part = self.problem, self.problem.theta, self.part
+        with set_aside(), part.stepping(self.seed, theta.device):
+            with torch.enable_grad():
+                found = tap.passed(problem, self.batch)
+                if part.parts is not None:
+                    found.value, found.data = self._on_the_whole(tap, found)
+            with torch.no_grad():
+                gradient = [
+                    (torch.zeros_like(leaf) if g is None else g)
+                    if isinstance(c, float) and c == 0
+                    else _plus(g, 2 * c * leaf)
+                    for g, c, leaf in zip(found.data, problem.ridge_coefficients(), theta.leaves, strict=True)
+                ]
+                record = tap.record(self.batch, found, gradient, part)
+        self.samples = part.total(found.losses.samples(self.batch))
+        self.count(calls, found.passes)
+        return InnerStep(gradient, found.value + problem.ridge().detach(), record)
+
+    def _on_the_whole(self, tap: Tap, found: Pass) -> tuple[Tensor, list[Tensor | None]]:
+        leaves, share = self.problem.theta.leaves, self.part.share
+        terms = [torch.zeros_like(p) if g is None else g * share for g, p in zip(found.data, leaves, strict=True)]
+        value, summed, news = self.part.whole_step(found.value, terms, found.layers, found.news)
+        if news:
+            tap.agree(self.part)
+        return value, list(summed)
+
+    @torch.no_grad()
+    def value(self) -> float:
+        """The objective alone: no derivative and no count."""
+        with self.drawing():
+            return float(self.part.sum([self.term()])[0])
+
+    def gradient(self, calls: OracleCalls | None = None) -> Tensor:
+        """Its gradient in theta, (D,)."""
+        with self.drawing(), torch.enable_grad():
+            found = torch.autograd.grad(self.term(), self.problem.theta.leaves, allow_unused=True)
+        self.count(calls)
+        return self.part.sum([self.problem.theta.flatten(found)])[0]
+
+    def hvp(self, vector: Tensor, calls: OracleCalls | None = None) -> Tensor:
+        """Its Hessian in theta times a vector (D,)."""
+        theta = self.problem.theta
+        return self.part.sum([theta.flatten(self._product(vector, theta.leaves, calls))])[0]
+
+    def cross(self, vector: Tensor, calls: OracleCalls | None = None) -> list[Tensor]:
+        """Its cross derivative, transposed, times a vector (D,): one tensor for each leaf of v."""
+        v = self.problem.v
+        found = self._product(vector, v.leaves, calls)
+        return self.part.sum(
+            [], [torch.zeros_like(p) if f is None else f for f, p in zip(found, v.leaves, strict=True)]
+        )
+
+    def _product(self, vector: Tensor, wrt: Sequence[Tensor], calls: OracleCalls | None) -> Sequence[Tensor | None]:
+        with self.drawing():
+            return self.pull_back(self.graph(calls)[1], self.problem.theta.unflatten(vector), wrt)
+
+    def fisher(self, vector: Tensor) -> Tensor:
+        """The term of the empirical Fisher matrix times a vector (D,), without the ridge: (1/B) J^T W J x.
+
+        J holds the per-sample gradients; J x comes from differentiating J^T c in c, so no (B, D) array is formed.
+        """
+        theta = self.problem.theta
+        with self.drawing(), torch.enable_grad():
+            losses = self._per_sample()
+            scores = self._push_forward(losses.values, vector)  # (B,)
+            weights = 1.0 if losses.weights is None else losses.weights.detach()
+            found = torch.autograd.grad(losses.values, theta.leaves, weights * scores / len(scores), allow_unused=True)
+        return theta.flatten(found)
+
+    def ggn(self, vector: Tensor) -> Tensor:
+        """The term of the generalised Gauss-Newton matrix times a vector (D,), without the ridge.
+
+        (1/B) sum_i w_i J_i^T (d2 l_i / d z_i^2) J_i x, with z the model's outputs and the curvature in z taken from the loss
+        itself. It never has negative curvature when the loss is convex in z.
+        """
+        theta = self.problem.theta
+        with self.drawing(), torch.enable_grad():
+            losses = self._per_sample()
+            outputs = losses.outputs_for("The GGN")
+            pushed = self._push_forward(outputs, vector)  # J x, shaped like z
+            slope = losses.slope("The GGN")
+            bent = (
+                torch.autograd.grad(slope, outputs, pushed, retain_graph=True)[0] if slope.requires_grad else 0 * pushed
+            )
+            if losses.weights is not None:
+                bent = bent * losses.weights.detach().reshape(-1, *[1] * (bent.ndim - 1))
+            found = torch.autograd.grad(outputs, theta.leaves, bent / len(losses.values), allow_unused=True)
+        return theta.flatten(found)
+
+    def _per_sample(self) -> Losses:
+        losses = self.losses()
+        if not losses.per_sample:
+            raise InputError(
+                "The Fisher matrix needs per-sample losses, but inner() returned a scalar. Return losses of shape (B,)."
+            )
+        return losses
+
+    def _push_forward(self, outputs: Tensor, vector: Tensor) -> Tensor:
+        """J x for J = d outputs / d theta, by differentiating J^T c in c."""
+        theta = self.problem.theta
+        probe = torch.zeros_like(outputs, requires_grad=True)
+        pulled = torch.autograd.grad(outputs, theta.leaves, probe, create_graph=True, materialize_grads=True)
+        pairs = [(p, x) for p, x in zip(pulled, theta.unflatten(vector), strict=True) if p.requires_grad]
+        return torch.autograd.grad([p for p, _ in pairs], probe, [x for _, x in pairs], retain_graph=True)[0]
+
+
+@dataclass(frozen=True)
+class OuterObjective:
+    """The outer loss on one batch, with a seed of its own; on a part of a batch, this process's term of it."""
+
+    problem: Bilevel
+    batch: Batch
+    seed: int = 0
+    part: Part = WHOLE
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """The setting of one pass."""
+        device = self.problem.theta.device
+        with set_aside(), self.part.drawing(self.seed, device) as seed, self.problem.guarded(seed):
+            yield
+
+    def term(self) -> Tensor:
+        """The loss, or this process's term of it, with its graph."""
+        value = self.problem.outer_value(self.batch)
+        return value if self.part.parts is None else self.part.share * value
+
+
+def _plus(gradient: Tensor | None, ridge: Tensor) -> Tensor:
+    return ridge if gradient is None else gradient + ridge
