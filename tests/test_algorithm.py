@@ -34,10 +34,6 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def test_every_algorithm_is_examined():
-    assert {case.method.name for case in catalogue.ALGORITHMS} == set(ALGORITHMS)
-
-
 @CASES
 def test_full_batches_end_where_the_algebra_says(case):
     instance = Quadratic.preset("quick").build(0, CPU)

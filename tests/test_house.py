@@ -17,8 +17,11 @@ import pytest
 
 import nhgd
 from nhgd._registry import Registry
+from nhgd.algorithm import ALGORITHMS
+from nhgd.execution import EXECUTIONS
 from nhgd.hypergradients import ESTIMATORS
 from nhgd.inverse import INVERSES
+from nhgd.task import TASKS
 from tests import catalogue
 
 # A file imports from the rows above its own and from its own folder. A new noun needs a place here.
@@ -116,6 +119,9 @@ def test_every_file_of_a_kind_is_listed(registry: Registry) -> None:
 def test_every_listed_member_sits_the_exam() -> None:
     assert {case.name for case in catalogue.INVERSES} == set(INVERSES._own)
     assert {case.name for case in catalogue.HYPERGRADIENTS} == set(ESTIMATORS._own)
+    assert {case.method.name for case in catalogue.ALGORITHMS} == set(ALGORITHMS)
+    assert {case.make().name for case in catalogue.EXECUTORS} == set(EXECUTIONS._own)
+    assert {case.make().name for case in catalogue.TASKS} == set(TASKS._own)
 
 
 @pytest.mark.parametrize(

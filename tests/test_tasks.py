@@ -19,7 +19,7 @@ from torch import nn
 import nhgd
 from nhgd.data.idx import read_idx, read_images
 from nhgd.oracle import Oracle
-from nhgd.task import L2, TASKS, Cleaning, Quadratic
+from nhgd.task import L2, Cleaning, Quadratic
 from nhgd.task._labels import NOISES, area, corrupt, found
 from nhgd.task._setting import convert, kinds
 from nhgd.task._softmax import Split, fit, largest_curvature, softmax_classifier
@@ -32,10 +32,6 @@ CPU = torch.device("cpu")
 
 def built(task, seed=0):
     return task.build(seed, CPU)
-
-
-def test_every_task_is_in_the_catalogue():
-    assert {case.make().name for case in catalogue.TASKS} == set(TASKS._own)
 
 
 @pytest.mark.parametrize("case", catalogue.TASKS, ids=lambda case: case.name)

@@ -3,7 +3,7 @@
 
 from tests.catalogue.algorithms import ALGORITHMS, AlgorithmCase, noisy_instance
 from tests.catalogue.ends import ends_with, neumann_matrix, penalty_matrix, unrolled_matrix, v_star
-from tests.catalogue.executors import EXECUTORS
+from tests.catalogue.executors import EXECUTORS, ExecutorCase
 from tests.catalogue.hypergradients import HYPERGRADIENTS, HypergradientCase
 from tests.catalogue.inverses import INVERSES, InverseCase
 from tests.catalogue.problems import *  # noqa: F403  # each problem by its name
