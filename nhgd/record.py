@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,41 @@ class PerSampleGradients:
     team: Team | None = field(default=None, repr=False, compare=False)
 
 
+class Convolution(NamedTuple):
+    """How a Conv2d layer cuts its input into what each place of its output sees.
+
+    `border` is added around the input in the way of `mode`; `padding` is zeros beyond that.
+    """
+
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[int, ...]
+    border: tuple[int, ...] | None
+    mode: str
+    groups: int
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Convolution | None:
+        """That of a Conv2d; None of any other layer."""
+        if not isinstance(module, nn.Conv2d):
+            return None
+        zeros = module.padding_mode == "zeros"
+        has_border = not zeros or module.padding == "same"
+        border = tuple(module._reversed_padding_repeated_twice) if has_border else None
+        padding = (0, 0) if has_border or isinstance(module.padding, str) else module.padding
+        mode = "constant" if zeros else module.padding_mode
+        return cls(module.kernel_size, module.stride, module.dilation, padding, border, mode, module.groups)
+
+    def patches(self, x: Tensor) -> Tensor:
+        """What each place of the output sees, (B, G, in/G * kernel, places)."""
+        if self.border is not None:
+            x = F.pad(x, self.border, mode=self.mode)
+        found = F.unfold(x, self.kernel_size, dilation=self.dilation, padding=self.padding, stride=self.stride)
+        split: Tensor = found.unflatten(1, (self.groups, -1))
+        return split
+
+
 @dataclass(frozen=True)
 class LayerRecord:
     """One Linear or Conv2d layer in one inner step.
@@ -64,8 +99,7 @@ class LayerRecord:
 
     weight: str
     bias: str | None
-    shape: torch.Size
-    module: nn.Module = field(repr=False)
+    convolution: Convolution | None = field(repr=False)
     raw_inputs: tuple[Tensor, ...] = field(repr=False)  # one for each call of the layer
     raw_scores: tuple[tuple[Tensor, ...], ...] = field(repr=False)  # K for each call
     scale: Tensor = field(repr=False)  # (B,): turns what the backward pass gave into sqrt(w_i) times a score
@@ -73,7 +107,7 @@ class LayerRecord:
     @property
     def groups(self) -> int:
         """How many independent blocks the weight has."""
-        return self.module.groups if isinstance(self.module, nn.Conv2d) else 1
+        return 1 if self.convolution is None else self.convolution.groups
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -100,11 +134,11 @@ class LayerRecord:
         return found * self.scale.to(self.dtype)[:, None, None, None]
 
     def _places(self, tensor: Tensor, is_input: bool) -> Tensor:
-        module = self.module
-        if isinstance(module, nn.Conv2d):
-            split = _patches(tensor, module) if is_input else tensor.flatten(2).unflatten(1, (module.groups, -1))
-            return split.permute(0, 3, 1, 2)  # from (B, G, in or out, T)
-        return tensor.reshape(tensor.shape[0], -1, 1, tensor.shape[-1])
+        if self.convolution is None:
+            return tensor.reshape(tensor.shape[0], -1, 1, tensor.shape[-1])
+        by_group = (self.groups, -1)
+        split = self.convolution.patches(tensor) if is_input else tensor.flatten(2).unflatten(1, by_group)
+        return split.permute(0, 3, 1, 2)  # from (B, G, in or out, T)
 
     def rows(self) -> tuple[Tensor, Tensor | None]:
         """Rows of the weight, (K B, weight.numel()), and of the bias, (K B, out)."""
@@ -181,18 +215,3 @@ class InnerStep:
     gradient: list[Tensor]
     value: Tensor
     record: InnerRecord | None
-
-
-def _patches(x: Tensor, conv: nn.Conv2d) -> Tensor:
-    """What each place of a convolution's output sees, (B, G, in/G * kernel, places)."""
-    if conv.padding_mode != "zeros":
-        x = F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
-        padding: Any = 0
-    elif conv.padding == "same":
-        x = F.pad(x, conv._reversed_padding_repeated_twice)
-        padding = 0
-    else:
-        padding = 0 if conv.padding == "valid" else conv.padding
-    found = F.unfold(x, conv.kernel_size, dilation=conv.dilation, padding=padding, stride=conv.stride)
-    split: Tensor = found.unflatten(1, (conv.groups, -1))
-    return split

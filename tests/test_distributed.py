@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import tempfile
 import time
@@ -34,7 +35,7 @@ from nhgd.execution.distributed.heartbeat import Pulse
 from nhgd.execution.distributed.protocol import Tag, Word
 from nhgd.execution.distributed.roles import Roles
 from nhgd.execution.distributed.server import Serving
-from nhgd.execution.distributed.wire import from_bytes, joined, packed, shapes, to_bytes, unpacked
+from nhgd.execution.distributed.wire import Layout, from_bytes, joined, shapes, to_bytes
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Refined
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.variable import Variable
@@ -165,7 +166,7 @@ def in_two(rank: int, size: int, folder: str) -> Answers:
 
 def many_shapes() -> Answers:
     """Batches of seven sizes in turn, where both sides remember three; and how many forms they have kept."""
-    nhgd.execution.distributed.FORMS = 3
+    nhgd.execution.distributed.executor.LAYOUTS = 3
     executor = Distributed()
     solver = of_many_sizes(executor)
     try:
@@ -174,7 +175,7 @@ def many_shapes() -> Answers:
         return found | {"forms": len(kept)}
     finally:
         solver.close()
-        nhgd.execution.distributed.FORMS = 64
+        nhgd.execution.distributed.executor.LAYOUTS = 64
 
 
 def replies_kept() -> int:
@@ -595,8 +596,11 @@ def records(net: Callable[[], nn.Module], kind: Any, fisher: Any = "empirical") 
 @pytest.mark.parametrize("net", [small, Mixed])
 def test_a_record_survives_the_wire(net, kind, fisher):
     problem, record = records(net, kind, fisher)
-    form, given = unpacked(record)
-    again = packed(form, from_bytes(shapes(given), to_bytes(given)))
+    layout, given = Layout.of(record)
+    agreed = Layout.from_text(json.loads(json.dumps(layout.to_text())))
+    assert agreed == layout
+    assert hash(agreed) == hash(layout)
+    again = agreed.record(from_bytes(agreed.shapes, to_bytes(given)))
     for ours, theirs in zip(tensors(record), tensors(again), strict=True):
         assert torch.equal(ours, theirs)
     inverse = KFAC() if kind == "layer" else FisherDense()

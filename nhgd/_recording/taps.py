@@ -23,7 +23,7 @@ from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.objective import Pass
 from nhgd.problem import Bilevel, Losses, uncompiled
-from nhgd.record import LayerRecord
+from nhgd.record import Convolution, LayerRecord
 
 
 @dataclass
@@ -163,8 +163,7 @@ class Taps:
             LayerRecord(
                 weight,
                 pairs[0][0].bias,
-                self.shapes[weight],
-                pairs[0][0].module,
+                Convolution.of(pairs[0][0].module),
                 tuple(call.input for call, _ in pairs),
                 tuple(scores for _, scores in pairs),
                 scale.to(torch.promote_types(pairs[0][1][0].dtype, torch.float32)),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from nhgd._tree.walk import (
     Slot,
+    Structure,
     children,
     flatten,
     kind_of,
@@ -25,6 +26,7 @@ from nhgd._tree.walk import (
 
 __all__ = [
     "Slot",
+    "Structure",
     "children",
     "flatten",
     "kind_of",

@@ -6,6 +6,7 @@
     {"named": class, "items": [...]}   a named tuple            {"class": class, "fields": {name: ...}}    a dataclass
     {"tensor": name, ...}              one of the dict          {"array": hex, ...}           a small one, in place
     {"dtype": name}, {"optimiser": name}   of torch             {"opaque": what}              noted, but not held
+    {"slot": "tensor"}                 where a tensor goes
 
 The name of a class is only ever compared with the classes that the reader expects: nothing is imported, called or looked up by
 a name that stands in the JSON.
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nhgd._tree.walk import kind_of
+from nhgd._tree.walk import Slot, kind_of
 from nhgd.errors import InputError
 
 Json: TypeAlias = Any
@@ -126,6 +127,8 @@ class Encoder:
             return {"dtype": dtype_name(leaf)}
         if isinstance(leaf, torch.Size):
             return {"tuple": list(leaf)}
+        if leaf is Slot.TENSOR:
+            return {"slot": leaf.value}
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not self._opaque:
             return _array(leaf) if self._inline else self._tensor(leaf, path)
         name = next((name for name, optimiser in OPTIMISERS.items() if leaf is optimiser), None)
@@ -228,6 +231,7 @@ class Decoder:
             "tuple": lambda node: tuple(map(self.decode, node["tuple"])),
             "float": lambda node: float(node["float"]),
             "dtype": lambda node: DTYPES[node["dtype"]],
+            "slot": lambda node: Slot(node["slot"]),
             "optimiser": lambda node: OPTIMISERS[node["optimiser"]],
             "named": lambda node: self._class(node["named"])(*map(self.decode, node["items"])),
             "class": self._dataclass,

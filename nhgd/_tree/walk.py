@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections import UserDict, UserList
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cached_property
 from operator import attrgetter
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -27,17 +27,25 @@ class Kind(ABC):
     def parts(self, tree: Any) -> Collection[Any]:
         """What the container holds, in order."""
 
-    def holders(self, tree: Any) -> Collection[Any]:
-        """Of the parts those that may hold tensors."""
-        return self.parts(tree)
-
     @abstractmethod
     def steps(self, tree: Any) -> list[str]:
         """The way to each part, as Python writes it: `[0]`, `['x']`, `.x`."""
 
     @abstractmethod
-    def rebuilt(self, tree: Any, parts: list[Any]) -> Any:
+    def rebuilt(self, tree: Any, parts: Sequence[Any]) -> Any:
         """A container like this one with other parts."""
+
+    def holders(self, tree: Any) -> Collection[Any]:
+        """Of the parts those that may hold tensors."""
+        return self.parts(tree)
+
+    def rest(self, tree: Any) -> tuple[Any, ...]:
+        """What else is needed to make such a container of its holders."""
+        return ()
+
+    @abstractmethod
+    def made(self, cls: type, rest: tuple[Any, ...], holders: Sequence[Any]) -> Any:
+        """A container of these parts."""
 
 
 class SequenceKind(Kind):
@@ -52,17 +60,21 @@ class SequenceKind(Kind):
         """Their places."""
         return [f"[{i}]" for i in range(len(tree))]
 
-    def rebuilt(self, tree: Any, parts: list[Any]) -> Any:
-        """One of the same class."""
-        return type(tree)(parts)
+    def rebuilt(self, tree: Any, parts: Sequence[Any]) -> Any:
+        """One of other items."""
+        return self.made(type(tree), (), parts)
+
+    def made(self, cls: type, rest: tuple[Any, ...], holders: Sequence[Any]) -> Any:
+        """One of these items."""
+        return cls(holders)
 
 
 class NamedTupleKind(SequenceKind):
     """Named tuples, whose parts are positional arguments."""
 
-    def rebuilt(self, tree: Any, parts: list[Any]) -> Any:
-        """One of the same class."""
-        return type(tree)(*parts)
+    def made(self, cls: type, rest: tuple[Any, ...], holders: Sequence[Any]) -> Any:
+        """One of these items."""
+        return cls(*holders)
 
 
 class MappingKind(Kind):
@@ -76,74 +88,93 @@ class MappingKind(Kind):
         """The keys."""
         return [f"[{key!r}]" for key in tree]
 
-    def rebuilt(self, tree: Any, parts: list[Any]) -> Any:
-        """One of the same class; a dict where that class cannot be made from a dict."""
-        named = dict(zip(tree, parts, strict=True))
-        if type(tree) is dict:
-            return named
-        if isinstance(tree, (dict, UserDict)):
-            made = copy.copy(tree)  # with the attributes of a subclass
-            for key, item in named.items():
-                made[key] = item
-            return made
+    def rest(self, tree: Any) -> tuple[Any, ...]:
+        """The keys."""
+        return tuple(tree)
+
+    def made(self, cls: type, rest: tuple[Any, ...], holders: Sequence[Any]) -> Any:
+        """A mapping of these values; a dict where the class cannot be made from a dict."""
+        named = dict(zip(rest, holders, strict=True))
         try:
-            return type(tree)(named)  # a copy might share its items
+            return named if cls is dict else cls(named)
         except TypeError:
             return named
 
+    def rebuilt(self, tree: Any, parts: Sequence[Any]) -> Any:
+        """One of other values; of a subclass of dict with its attributes. A copy of another mapping might share its items."""
+        if type(tree) is dict or not isinstance(tree, (dict, UserDict)):
+            return self.made(type(tree), self.rest(tree), parts)
+        made = copy.copy(tree)
+        for key, item in zip(tree, parts, strict=True):
+            made[key] = item
+        return made
+
 
 class DataclassKind(Kind):
-    """Dataclasses: the fields that are set. Attributes that are no fields are kept, values of cached properties are not."""
+    """Dataclasses: the fields that are set."""
 
     def __init__(self, cls: type) -> None:
         self._names = [field.name for field in fields(cls)]
-        self._parts = _getter(self._names)
-        self._holders = _getter([name for name in self._names if name not in _plain_fields(cls)])
+        plain = _plain_fields(cls)
+        self._holding = [name for name in self._names if name not in plain]
+        self._plain = [name for name in self._names if name in plain]
+        self._get, self._get_holding, self._get_plain = map(_getter, (self._names, self._holding, self._plain))
         own = {name for base in cls.__mro__[:-1] for name in vars(base)}
         self._is_simple = own.isdisjoint(("__slots__", "__copy__", "__reduce__", "__reduce_ex__", "__getstate__"))
         self._cached = [
             name for base in cls.__mro__ for name, item in vars(base).items() if isinstance(item, cached_property)
         ]
 
-    def names(self, tree: Any) -> list[str]:
-        """The fields that have a value."""
+    def _set(self, tree: Any) -> list[str]:
         return [name for name in self._names if hasattr(tree, name)]
 
     def parts(self, tree: Any) -> Collection[Any]:
         """The values of the fields."""
         try:
-            return self._parts(tree)
+            return self._get(tree)
         except AttributeError:  # a field without a value
-            return [getattr(tree, name) for name in self.names(tree)]
-
-    def holders(self, tree: Any) -> Collection[Any]:
-        """The values of the fields that may hold tensors."""
-        try:
-            return self._holders(tree)
-        except AttributeError:
-            return self.parts(tree)
+            return [getattr(tree, name) for name in self._set(tree)]
 
     def steps(self, tree: Any) -> list[str]:
         """The names of the fields."""
-        return [f".{name}" for name in self.names(tree)]
+        return [f".{name}" for name in self._set(tree)]
 
-    def rebuilt(self, tree: Any, parts: list[Any]) -> Any:
-        """One of the same class, also where it is frozen."""
-        names = self._names if len(parts) == len(self._names) else self.names(tree)
+    def rebuilt(self, tree: Any, parts: Sequence[Any]) -> Any:
+        """One of other fields. Attributes that are no fields are kept, values of cached properties are not."""
+        names = self._names if len(parts) == len(self._names) else self._set(tree)
         if self._is_simple:  # what copy.copy does, at a third of its time
             made = object.__new__(type(tree))
             vars(made).update(vars(tree))
             vars(made).update(zip(names, parts, strict=True))
         else:
-            made = copy.copy(tree)
-            for name, item in zip(names, parts, strict=True):
-                object.__setattr__(made, name, item)
+            made = _with_attributes(copy.copy(tree), names, parts)
         for name in self._cached:  # computed from the parts before
             vars(made).pop(name, None)
         return made
 
+    def holders(self, tree: Any) -> Collection[Any]:
+        """The values of the fields that may hold tensors."""
+        try:
+            return self._get_holding(tree)
+        except AttributeError:
+            return self.parts(tree)
 
-def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    def rest(self, tree: Any) -> tuple[Any, ...]:
+        """The values of the other fields."""
+        return self._get_plain(tree)
+
+    def made(self, cls: type, rest: tuple[Any, ...], holders: Sequence[Any]) -> Any:
+        """One with these fields, also where it is frozen."""
+        return _with_attributes(object.__new__(cls), (*self._plain, *self._holding), (*rest, *holders))
+
+
+def _with_attributes(made: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
     """The attributes of these names at once."""
     if not names:
         return lambda tree: ()
@@ -164,8 +195,12 @@ def _plain_fields(cls: type) -> set[str]:
 def _is_plain(hint: Any) -> bool:
     if get_origin(hint) in (Union, UnionType, tuple):
         return all(map(_is_plain, get_args(hint)))
-    is_leaf = isinstance(hint, type) and kind_of(hint) is None and not issubclass(Tensor, hint)
-    return hint is Ellipsis or (is_leaf and not issubclass(hint, Tensor))
+    if not isinstance(hint, type):
+        return hint is Ellipsis
+    if kind_of(hint) is None:
+        return not issubclass(hint, Tensor) and not issubclass(Tensor, hint)
+    names = getattr(hint, "_fields", None)  # of a named tuple
+    return names is not None and _plain_fields(hint).issuperset(names)
 
 
 _SEQUENCE, _NAMED_TUPLE, _MAPPING = SequenceKind(), NamedTupleKind(), MappingKind()
@@ -280,23 +315,64 @@ class Slot(Enum):
     TENSOR = "tensor"
 
 
-def flatten(tree: T) -> tuple[T, list[Tensor]]:
-    """The tree with a `Slot` in place of each tensor, and the tensors; `unflatten` goes back.
+_SLOT = Slot.TENSOR  # found more quickly
+
+
+class Structure(NamedTuple):
+    """A container without its tensors. It can be compared, and hashed where its plain values can."""
+
+    cls: type
+    rest: tuple[Any, ...]
+    holders: tuple[Any, ...]
+
+
+def flatten(tree: Any) -> tuple[Any, list[Tensor]]:
+    """A tree without its tensors, and the tensors; `unflatten` goes back. The fields of dataclasses must all be set.
 
     >>> flatten((torch.tensor(1), "kept"))
-    ((<Slot.TENSOR: 'tensor'>, 'kept'), [tensor(1)])
+    (Structure(cls=<class 'tuple'>, rest=(), holders=(<Slot.TENSOR: 'tensor'>, 'kept')), [tensor(1)])
     """
-    return map_tensors(lambda _: Slot.TENSOR, tree), tensors(tree)
+    found: list[Tensor] = []
+    (structure,) = _outlined((tree,), found)
+    return structure, found
 
 
-def unflatten(structure: T, tensors: Sequence[Tensor]) -> T:
+def _outlined(parts: Collection[Any], found: list[Tensor]) -> tuple[Any, ...]:
+    """What each part is without its tensors, which are put into `found`."""
+    made: list[Any] = []
+    for item in parts:
+        cls = type(item)
+        if cls is Tensor:
+            found.append(item)
+            made.append(_SLOT)
+        elif cls is tuple:
+            made.append(Structure(tuple, (), _outlined(item, found)))
+        elif (kind := kind_of(cls)) is not None:
+            made.append(Structure(cls, kind.rest(item), _outlined(kind.holders(item), found)))
+        elif issubclass(cls, Tensor):
+            found.append(item)
+            made.append(_SLOT)
+        else:
+            made.append(item)
+    return tuple(made)
+
+
+def unflatten(structure: Any, tensors: Iterable[Any]) -> Any:
     """The tree that `flatten` took apart, with these tensors.
 
-    >>> unflatten((Slot.TENSOR, "kept"), [torch.tensor(2)])
+    >>> unflatten(flatten((torch.tensor(1), "kept"))[0], [torch.tensor(2)])
     (tensor(2), 'kept')
     """
     given = iter(tensors)
-    made = map_leaves(lambda leaf: next(given) if leaf is Slot.TENSOR else leaf, structure)
+    made = _filled(structure, given)
     if next(given, None) is not None:
         raise ValueError("There are more tensors than slots.")
     return made
+
+
+def _filled(structure: Any, given: Iterator[Any]) -> Any:
+    if isinstance(structure, Structure):
+        kind = kind_of(structure.cls)
+        assert kind is not None
+        return kind.made(structure.cls, structure.rest, [_filled(part, given) for part in structure.holders])
+    return next(given) if structure is _SLOT else structure

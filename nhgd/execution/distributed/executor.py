@@ -23,7 +23,7 @@ from nhgd.execution.distributed.protocol import Tag, Word, heard
 from nhgd.execution.distributed.rendezvous import Arrival, Membership, arrive, join
 from nhgd.execution.distributed.roles import Roles, check_counts
 from nhgd.execution.distributed.server import Serving
-from nhgd.execution.distributed.wire import from_message, shapes, size_of, to_bytes, to_message, unpacked
+from nhgd.execution.distributed.wire import Layout, from_message, shapes, size_of, to_bytes, to_message
 from nhgd.execution.inline import Inline
 from nhgd.inverse._learned.damping import resolve_damping
 from nhgd.inverse._learned.state import State
@@ -31,7 +31,7 @@ from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.record import InnerRecord
 from nhgd.variable import Variable
 
-FORMS = 64  # of records that both sides remember; what else there is to know of a record is sent with it again
+LAYOUTS = 64  # of records that both sides remember; others are sent again with each record
 
 
 @final
@@ -73,7 +73,7 @@ class Distributed(AbstractExecutor):
         self._lanes: list[Lane] = []
         self._replies: list[deque[Message]] = []
         self._credits: list[int] = []
-        self._layouts: dict[Any, tuple[int, int]] = {}  # the number and the size of the last forms of records
+        self._layouts: dict[tuple[int, Layout], tuple[int, int]] = {}  # the number and the size of the last ones
         self._moving: set[int] = set()
         self._messages = 0  # sent on the lane of records
         self._carried = 0  # bytes between the curvature ranks and the other inner ranks
@@ -199,19 +199,18 @@ class Distributed(AbstractExecutor):
 
     def _send(self, record: InnerRecord, member: Membership) -> None:
         for part, keeper in enumerate(member.roles.keepers):
-            form, tensors = unpacked(self._division.share(record, part))
-            if member.rank != 0 and not form[2]:
+            layout, tensors = Layout.of(self._division.share(record, part))
+            if member.rank != 0 and not layout.is_part:
                 return  # every worker has the whole of it, and one of them is enough
             tensors = [t.clone() if t.untyped_storage().data_ptr() in self._moving else t for t in tensors]
-            key = part, form, tuple((t.dtype, t.shape) for t in tensors)
+            key = part, layout
             text = None
             if key not in self._layouts:
-                found = shapes(tensors)
-                # The number of the oldest form is given to the new one, by which the other side forgets the same.
-                full = len(self._layouts) >= FORMS
+                # The number of the oldest is given to the new one, by which the other side forgets the same.
+                full = len(self._layouts) >= LAYOUTS
                 place = self._layouts.pop(next(iter(self._layouts)))[0] if full else len(self._layouts)
-                self._layouts[key] = place, size_of(found)
-                text = as_text([{"form": form, "shapes": found}, []])
+                self._layouts[key] = place, size_of(layout.shapes)
+                text = as_text([layout.to_text(), []])
             number, size = self._layouts[key]
             self.traffic.bytes_sent += size
             if tensors and tensors[0].is_cuda:

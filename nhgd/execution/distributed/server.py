@@ -15,7 +15,7 @@ from nhgd.execution.distributed.assignment import Division
 from nhgd.execution.distributed.channel import Channel, Lane, Message
 from nhgd.execution.distributed.protocol import Tag, Word, told
 from nhgd.execution.distributed.roles import Roles
-from nhgd.execution.distributed.wire import from_bytes, from_message, joined, packed, to_message
+from nhgd.execution.distributed.wire import Layout, from_bytes, from_message, joined, to_message
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.state import State
 from nhgd.inverse.base import AbstractInverse
@@ -44,7 +44,7 @@ class Serving:
         self._division = Division(self.inverse, theta, roles.curvature)
         self._lanes = [channel.listen(inner, Tag.RECORDS, self._device) for inner in roles.inner]
         self._requests: deque[Message] = channel.inbox[channel.listen(0, Tag.REQUESTS)]
-        self._layouts: dict[tuple[Lane, int], tuple[Any, Any]] = {}  # as many as the senders have numbers for
+        self._layouts: dict[tuple[Lane, int], Layout] = {}  # as many as the senders have numbers for
         self._busy = Stopwatch(self._device)
         self._seconds = 0.0
         self._state: Any = None
@@ -118,11 +118,11 @@ class Serving:
     def _record(self, lane: Lane, message: Message) -> tuple[InnerRecord, bool]:
         key = lane, message.number
         if message.text:
-            self._layouts[key] = message.text["form"], message.text["shapes"]
+            self._layouts[key] = Layout.from_text(message.text)
         self._carried[lane.source] += message.size
-        form, found = self._layouts[key]
-        tensors = from_bytes(found, message.tensors[0])
-        return packed(form, [t.to(self._device) for t in tensors]), bool(form[2])
+        layout = self._layouts[key]
+        tensors = from_bytes(layout.shapes, message.tensors[0])
+        return layout.record([t.to(self._device) for t in tensors]), layout.is_part
 
     def _credit(self) -> None:
         if self._records - self._credited >= self._period or self._error is not None:

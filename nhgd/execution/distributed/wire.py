@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nhgd._tree import tensors as tensors_of
-from nhgd._tree.encoding import Decoder, Encoder, expected
+from nhgd._tree import Slot, Structure, flatten, unflatten
+from nhgd._tree.encoding import DTYPES, Decoder, Encoder, expected
 from nhgd.inverse._learned.state import State
 from nhgd.record import BatchGradient, InnerRecord, LayerRecord, LayerStatistics, PerSampleGradients
 
 S = TypeVar("S", bound=State)
-Shapes = list[Any]  # [dtype, shape] for each tensor
+Shapes = Sequence[Any]  # (dtype, shape) for each tensor
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_RECORDS = expected(BatchGradient, PerSampleGradients, LayerStatistics)
 
 
 def shapes(tensors: Sequence[Tensor]) -> Shapes:
     """What is to be known of tensors to read them back from their bytes."""
-    return [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
+    return [[_NAMES[t.dtype], list(t.shape)] for t in tensors]
 
 
 def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
@@ -58,66 +59,40 @@ def size_of(found: Shapes) -> int:
     return sum(getattr(torch, name).itemsize * torch.Size(shape).numel() for name, shape in found)
 
 
-def unpacked(record: InnerRecord) -> tuple[tuple[Any, ...], list[Tensor]]:
-    """All of a record but its tensors, as plain values, and the tensors an inverse needs of it.
+class Layout(NamedTuple):
+    """All of a record but its numbers: two processes agree on it once.
 
-    The third value says whether the record is of one worker's part of a batch, which those of the other workers complete.
+    `is_part` says whether the record is of one worker's part of a batch, which those of the other workers complete.
     """
-    if isinstance(record, BatchGradient):
-        return ("batch", record.samples, False, record.row is not None), tensors_of(record)
-    if isinstance(record, PerSampleGradients):
-        return ("sample", record.samples, record.parts is not None), [record.rows]
-    found: list[Tensor] = []
-    layers = []
-    for layer in record.layers:
-        found += layer.raw_inputs
-        for call in layer.raw_scores:
-            found += call
-        found.append(layer.scale)
-        columns = len(layer.raw_scores[0]) if layer.raw_scores else 0
-        geometry = _geometry(layer.module)
-        layers.append((layer.weight, layer.bias, tuple(layer.shape), len(layer.raw_inputs), columns, geometry))
-    found += [t for t in (record.other_rows, record.weights) if t is not None]
-    others = record.other_names, record.other_rows is not None, record.weights is not None
-    return ("layer", record.samples, record.parts is not None, tuple(layers), *others), found
 
+    structure: Structure
+    is_part: bool
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
-def packed(form: Sequence[Any], tensors: Sequence[Tensor]) -> InnerRecord:
-    """The record that `unpacked` took apart."""
-    rest = iter(tensors)
-    if form[0] == "batch":
-        only = next(rest)
-        return BatchGradient(only, None, form[1]) if form[3] else BatchGradient(None, only, form[1])
-    if form[0] == "sample":
-        return PerSampleGradients(next(rest), form[1])
-    _, samples, _, layers, other_names, has_others, has_weights = form
-    made = tuple(_layer(layer, rest) for layer in layers)
-    rows = next(rest) if has_others else None
-    return LayerStatistics(made, tuple(other_names), rows, next(rest) if has_weights else None, samples)
+    @classmethod
+    def of(cls, record: InnerRecord) -> tuple[Layout, list[Tensor]]:
+        """The layout of a record, and its tensors."""
+        is_part = not isinstance(record, BatchGradient) and record.parts is not None
+        if not isinstance(record, BatchGradient) and is_part:
+            record = replace(record, parts=None, team=None)
+        structure, tensors = flatten(record)
+        return cls(structure, is_part, tuple([(_NAMES[t.dtype], tuple(t.shape)) for t in tensors])), tensors
 
+    def to_text(self) -> dict[str, Any]:
+        """The same as JSON."""
+        without = unflatten(self.structure, [Slot.TENSOR] * len(self.shapes))
+        return {"record": Encoder().encode(without, "record"), "is_part": self.is_part, "shapes": self.shapes}
 
-def _layer(form: Sequence[Any], rest: Iterator[Tensor]) -> LayerRecord:
-    weight, bias, shape, calls, columns, geometry = form
-    inputs = tuple(next(rest) for _ in range(calls))
-    scores = tuple(tuple(next(rest) for _ in range(columns)) for _ in range(calls))
-    module = nn.Identity() if geometry is None else _convolution(json.dumps(geometry))
-    return LayerRecord(weight, bias, torch.Size(shape), module, inputs, scores, next(rest))
+    @classmethod
+    def from_text(cls, text: dict[str, Any]) -> Layout:
+        """The layout that gave this JSON."""
+        without = Decoder({}, _RECORDS, torch.device("cpu")).decode(text["record"])
+        return cls(flatten(without)[0], text["is_part"], tuple((name, tuple(shape)) for name, shape in text["shapes"]))
 
-
-def _geometry(module: nn.Module) -> tuple[Any, ...] | None:
-    """What a record needs of a layer's module: nothing of a Linear, all but the numbers of a convolution."""
-    if not isinstance(module, nn.Conv2d):
-        return None
-    m = module
-    sides = m.kernel_size, m.stride, m.padding, m.dilation
-    return (m.in_channels, m.out_channels, *sides, m.groups, False, m.padding_mode)
-
-
-@cache
-def _convolution(geometry: str) -> nn.Conv2d:
-    given: list[Any] = [tuple(part) if isinstance(part, list) else part for part in json.loads(geometry)]
-    with torch.device("meta"):
-        return nn.Conv2d(*given)
+    def record(self, tensors: Sequence[Tensor]) -> InnerRecord:
+        """The record of these tensors. One of a part stands for itself, as if there were no other."""
+        made: InnerRecord = unflatten(self.structure, tensors)
+        return made
 
 
 def joined(shards: Sequence[InnerRecord]) -> InnerRecord:
@@ -153,7 +128,7 @@ def _joined_layer(layers: Sequence[LayerRecord]) -> LayerRecord:
         for calls in zip(*(layer.raw_scores for layer in layers), strict=True)
     )
     scale = torch.cat([layer.scale for layer in layers])
-    return LayerRecord(first.weight, first.bias, first.shape, first.module, inputs, scores, scale)
+    return replace(first, raw_inputs=inputs, raw_scores=scores, scale=scale)
 
 
 def _side_by_side(rows: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
