@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from nhgd import task as task
     from nhgd._check import Report as Report
     from nhgd._check import check as check
+    from nhgd._observing import observing as observing
     from nhgd._plan import Plan as Plan
     from nhgd._plan import plan as plan
     from nhgd._solution import Solution as Solution
+    from nhgd._solved import solved as solved
     from nhgd._solver import Solver as Solver
     from nhgd.data import Data as Data
     from nhgd.errors import InputError as InputError
@@ -64,8 +66,10 @@ __all__ = [
     "hypergradient",
     "hypergradients",
     "inverse",
+    "observing",
     "plan",
     "schedule",
+    "solved",
     "stop",
     "task",
 ]
@@ -76,7 +80,9 @@ _HOMES = {
     "data": ("Data",),
     "errors": ("InputError", "InverseWarning", "NhgdError", "NonFiniteError", "RunError"),
     "hypergradients": ("Hypergradient", "hypergradient"),
+    "_observing": ("observing",),
     "_plan": ("Plan", "plan"),
+    "_solved": ("solved",),
     "problem": ("Bilevel", "Losses"),
     "_solution": ("Solution",),
     "_solver": ("Solver",),

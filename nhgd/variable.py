@@ -238,6 +238,12 @@ class Variable:
         """Tensors in the shape of what was given: a tensor for a tensor, a dict by name otherwise."""
         return tensors[0] if isinstance(self.given, Tensor) else dict(zip(self.names, tensors, strict=True))
 
+    def own(self) -> list[Tensor]:
+        """The user's own tensors behind the leaves: a plain tensor is trained through an alias that requires a gradient."""
+        if isinstance(self.given, Tensor):
+            return [self.given]
+        return [self.given[name] for name in self.names] if isinstance(self.given, dict) else list(self.leaves)
+
     def slices(self) -> dict[str, slice]:
         """Where each leaf lies in the flat vector."""
         places, start = {}, 0

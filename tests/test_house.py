@@ -44,6 +44,7 @@ ORDER = """
     inverse
     _cost
     hypergradients execution
+    _solved _observing
     loop
     algorithm
     checkpoint

@@ -23,7 +23,7 @@ def blocks(language: str) -> list[str]:
 
 def test_the_python_of_the_readme_runs_and_prints_what_it_says(capsys):
     space: dict[str, object] = {"__name__": "__main__"}
-    first, check, own = blocks("python")
+    first, check, solved, observing, own = blocks("python")
     exec(compile(first, "README.md", "exec", dont_inherit=True), space)
     printed, promised = (re.findall(r"\d\.\d+", text) for text in (capsys.readouterr().out, blocks("text")[0]))
     # Sums in another order change the last digits, and a hundred steps make more of that.
@@ -31,8 +31,16 @@ def test_the_python_of_the_readme_runs_and_prints_what_it_says(capsys):
     exec(compile(check, "README.md", "exec", dont_inherit=True), space)
     by_name = {row["inverse"]: row for row in space["report"].rows}
     assert by_name["cg"]["cosine"] == pytest.approx(1, abs=1e-5)
-    exec(compile(own, "README.md", "exec", dont_inherit=True), space)
     batches = (space["x"], space["y"], torch.arange(600)), (space["x_trusted"], space["y_trusted"])
+    exec(compile(solved, "README.md", "exec", dont_inherit=True), space)
+    expected = nhgd.hypergradient(space["problem"], *batches, inverse="cg").grad
+    torch.testing.assert_close(space["weights"].grad, expected)
+    exec(compile(observing, "README.md", "exec", dont_inherit=True), space)
+    exact = nhgd.hypergradient(space["problem"], *batches, inverse="exact").grad
+    touched = space["learnt"].grad != 0  # the last batch's samples
+    assert 90 < int(touched.sum()) <= 100
+    assert float(torch.cosine_similarity(space["learnt"].grad[touched], exact[touched], dim=0)) > 0.8
+    exec(compile(own, "README.md", "exec", dont_inherit=True), space)
     exact = nhgd.hypergradient(space["problem"], *batches, inverse="exact").grad
     assert float(torch.cosine_similarity(space["found"].grad, exact, dim=0)) > 0.99
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nhgd._recording.accounting import Scores
+from nhgd._recording.accounting import Call, Scores
 from nhgd._recording.per_sample import OneSampleGradients
 from nhgd._recording.taps import TappedPass, Taps
 from nhgd._recording.verification import Verification
@@ -92,17 +92,35 @@ class Recorder(Tap):
             self.verification.begin()
         found = self.taps.forward(batch)
         problem.heed(found.losses)
-        value, keep = found.losses.mean(), self._needs_graph(found)
-        leaves, constant = problem.theta.leaves, self.constant(found.losses)
+        self._differentiate(found, self._needs_graph(found))
+        self.verification.note(found, found.data if found.own is None else found.own, batch)
+        return found
+
+    def passed_already(self, losses: Losses, calls: list[Call]) -> TappedPass:
+        """The same for losses that were computed before, from calls of layers that were noted then. Their graph is kept.
+
+        It is verified where it stands, because it cannot be computed again elsewhere; rows that layers do not give are taken
+        from it, by a backward pass for each sample.
+        """
+        if self.taps.layers:
+            self.verification.begin()
+        found = self.taps.seen(losses, calls, drawn=True)
+        self.problem.heed(losses)
+        self._differentiate(found, keep=True)
+        self.verification.note(found, found.data if found.own is None else found.own, None)
+        return found
+
+    def _differentiate(self, found: TappedPass, keep: bool) -> None:
+        """The gradient of the mean loss and the scores of the layers, from one backward pass where that is enough."""
+        value = found.losses.mean()
+        leaves, constant = self.problem.theta.leaves, self._constant(found.losses)
         if constant is None:
             given = torch.autograd.grad(value, (*leaves, *found.edges), allow_unused=True, retain_graph=keep or None)
             found.data, found.scores = list(given[: len(leaves)]), given[len(leaves) :]
         else:
             found.data = list(torch.autograd.grad(value, leaves, allow_unused=True, retain_graph=True))
-            self.hold_constant(found, constant, keep)
+            self._hold_constant(found, constant, keep)
         found.value = value.detach()
-        self.verification.note(found, found.data if found.own is None else found.own, batch)
-        return found
 
     def _needs_graph(self, found: TappedPass) -> bool:
         """Whether the graph is needed after the gradient: for the roots of a likelihood, or for rows of this very pass."""
@@ -113,14 +131,14 @@ class Recorder(Tap):
         covered = plain.issuperset(self.problem.theta.names) and not self.verification.is_due(found)
         return not covered and (found.drawn or others.noisy or not others.compared)
 
-    def constant(self, losses: Losses) -> Tensor | None:
+    def _constant(self, losses: Losses) -> Tensor | None:
         """The mean loss with its weights held constant, where they depend on theta and rows are made."""
         weights = losses.weights
         if self.kind == "raw" or weights is None or not weights.requires_grad or not self.taps.uses_theta(weights):
             return None
         return replace(losses, weights=weights.detach()).mean()
 
-    def hold_constant(self, found: TappedPass, constant: Tensor, keep: bool) -> None:
+    def _hold_constant(self, found: TappedPass, constant: Tensor, keep: bool) -> None:
         """Scores, and the gradient they are a part of, of the mean loss with constant weights."""
         leaves = self.problem.theta.leaves
         given: Sequence[Tensor | None] = [None] * (len(leaves) + len(found.calls))
@@ -136,7 +154,7 @@ class Recorder(Tap):
         self.verification.unaccounted = part.union(known, self.problem.theta.names)
 
     def record(self, batch: Batch, found: Pass, gradient: Sequence[Tensor], part: Part = WHOLE) -> InnerRecord:
-        """The record of a pass."""
+        """The record of a pass; without a batch, from its graph alone."""
         assert isinstance(found, TappedPass)
         theta, losses = self.problem.theta, found.losses
         samples = part.total(losses.values.shape[0]) or 1
@@ -185,7 +203,7 @@ class Recorder(Tap):
     def _other_rows(self, batch: Batch, found: TappedPass, names: tuple[str, ...], seeds: Tensor | None) -> Tensor:
         """Rows of parameters that no layer accounts for."""
         losses, columns = found.losses, 1 if seeds is None else len(seeds)
-        if not (self.couples and found.drawn):
+        if batch is not None and not (self.couples and found.drawn):
             self._others.look(batch)
             if not (self.couples and self._others.noisy):
                 found.passes += columns

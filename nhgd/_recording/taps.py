@@ -113,20 +113,9 @@ class Taps:
             return
 
         def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if not isinstance(module, (nn.Linear, nn.Conv2d)):
-                return
-            name = self.names.get(id(held(module, "weight")))
-            # Keyword arguments do not reach this hook; what is not noted here counts among the other parameters.
-            if name is None or not args or not isinstance(output, Tensor) or not output.requires_grad:
-                return
-            given = args[0]
-            bias = self.names.get(id(held(module, "bias")))
-            # On sequences the output is a view of a matrix, and an in-place activation replaces the view's place in the
-            # graph, but not the matrix's.
-            base = output._base
-            made = base if base is not None and base.numel() == output.numel() and output.is_contiguous() else output
-            source = get_gradient_edge(given) if given.requires_grad else None
-            calls.append(Call(module, name, bias, given.detach(), source, get_gradient_edge(made), output.shape))
+            call = self.call(module, args, output)
+            if call is not None:
+                calls.append(call)
 
         # The hook is global because theta may be a dict that the user feeds to functional_call on a module of his own.
         handle = nn.modules.module.register_module_forward_hook(note)
@@ -135,6 +124,23 @@ class Taps:
                 yield calls
         finally:
             handle.remove()
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Call | None:
+        """A call of a Linear or Conv2d that holds a parameter of theta; None for any other module."""
+        if not isinstance(module, (nn.Linear, nn.Conv2d)):
+            return None
+        name = self.names.get(id(held(module, "weight")))
+        # Keyword arguments do not reach the hook; what is not noted here counts among the other parameters.
+        if name is None or not args or not isinstance(output, Tensor) or not output.requires_grad:
+            return None
+        given = args[0]
+        bias = self.names.get(id(held(module, "bias")))
+        # On sequences the output is a view of a matrix, and an in-place activation replaces the view's place in the
+        # graph, but not the matrix's.
+        base = output._base
+        made = base if base is not None and base.numel() == output.numel() and output.is_contiguous() else output
+        source = get_gradient_edge(given) if given.requires_grad else None
+        return Call(module, name, bias, given.detach(), source, get_gradient_edge(made), output.shape)
 
     def layer_records(
         self, losses: Losses, calls: Sequence[Call], columns: Sequence[Scores], seeded: bool = False

@@ -74,14 +74,15 @@ class Verification:
         return bool(self._forms[found.form]) and self._now_and_then
 
     def note(self, found: TappedPass, own: Sequence[Tensor | None], batch: Batch | None) -> None:
-        """Remember which parameters the layers of a pass do not account for; with a batch, verify them on it if that is due.
+        """Remember which parameters the layers of a pass do not account for; where it is due, verify the layers.
 
         Args:
             own: the gradient that the scores are a part of.
+            batch: what to verify them on, in a pass of its own; None: on this pass, whose graph was kept.
         """
         found.elsewhere |= self._computing_otherwise(found, own)
-        if batch is not None and self.is_due(found):
-            found.elsewhere |= self._verified(batch, found.form)
+        if self.is_due(found):
+            found.elsewhere |= self._verify(found, found.form) if batch is None else self._verified(batch, found.form)
         found.news = not found.elsewhere <= self.unaccounted
         self.unaccounted |= found.elsewhere
 

@@ -1,0 +1,272 @@
+"""Curvature learnt from a training loop of the user's own.
+
+with nhgd.observing(problem, inverse="kfac") as curvature:
+    for batch in data:
+        loss = curvature.inner(batch)
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+    found = curvature.hypergradient(outer_batch)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from nhgd._autocast import set_aside
+from nhgd._recording.accounting import Call
+from nhgd._recording.recorder import Recorder
+from nhgd._validation import validated_but
+from nhgd.data.batch import Batch, first_bad, move
+from nhgd.data.loader import one_batch
+from nhgd.errors import InputError, NonFiniteError, check_seed
+from nhgd.hypergradients.base import Hypergradient
+from nhgd.hypergradients.implicit import implicit, measured
+from nhgd.inverse import AbstractInverse
+from nhgd.inverse import resolve as resolve_inverse
+from nhgd.objective import NO_TAP, Objective, OracleCalls
+from nhgd.oracle import Oracle
+from nhgd.problem import Bilevel, Losses
+from nhgd.record import InnerRecord
+
+PASSES = 8  # calls of a model whose layers are held, with their graphs, for a loss of the user's own
+ASSUMED = "the mean over samples of weight one"  # of a loss of the user's own
+
+
+@validated_but("inverse")
+def observing(problem: Bilevel, inverse: str | AbstractInverse = "kfac", seed: int = 0) -> Observer:
+    """An inverse that learns from a training loop of the user's own, inside a `with` block.
+
+    Args:
+        problem: a `Bilevel`; its theta is what the loop trains, by any optimiser. All of theta must require a gradient.
+        inverse: a name or an object, for example `nhgd.inverse.KFAC(damping=1e-3)`. One that learns nothing, such as "cg", is
+            solved by products at the point of the hypergradient.
+        seed: what dropout is drawn from in the hypergradient; a loop draws its own.
+
+    >>> theta, v = torch.zeros(2, requires_grad=True), torch.tensor(0.0)
+    >>> problem = Bilevel(
+    ...     inner=lambda theta, v, x: (x @ theta - v - 1).square(),
+    ...     outer=lambda theta, v, x: theta.sum(),
+    ...     theta=theta, v=v, l2=0.1)
+    >>> optimizer = torch.optim.SGD([theta], lr=0.1)
+    >>> with observing(problem, inverse="fisher_dense") as curvature:
+    ...     for _ in range(3):
+    ...         optimizer.zero_grad()
+    ...         curvature.inner(torch.eye(2)).backward()
+    ...         optimizer.step()
+    ...     found = curvature.hypergradient(torch.eye(2))
+    >>> curvature.steps, found.grad.shape
+    (3, torch.Size([]))
+    """
+    check_seed(seed)
+    return Observer(problem, resolve_inverse(inverse), seed)
+
+
+class Observer:
+    """What is learnt of a training loop, and the hypergradients that follow from it; `observing` makes it.
+
+    Every `inner` or `observe` counts once its loss was differentiated: several of them before a step of the optimiser, as in
+    gradient accumulation, are several batches at one theta, and a factor on a loss is none on its curvature.
+
+    Attributes:
+        steps: how many losses were differentiated.
+        calls: how often each derivative was asked for.
+        state: of the inverse.
+    """
+
+    def __init__(self, problem: Bilevel, inverse: AbstractInverse, seed: int) -> None:
+        problem.refuse_inference()
+        self.problem = problem
+        self.inverse = inverse
+        self.seed = seed
+        self.steps = 0
+        self.calls = OracleCalls()
+        self.state: Any = inverse.init(problem.theta)
+        self._begun = False
+        self._last: Batch = None
+        self._own_loss = False  # whether a loss of the user's own was observed
+        self._hooks: list[RemovableHandle] = []
+        self._depth = 0
+        self._passes: deque[list[Call]] = deque(maxlen=PASSES)
+        self._recorder: Recorder | None = None
+        if inverse.records is not None:
+            self._recorder = Recorder(problem, inverse.records, inverse.fisher, couples=inverse.couples)
+
+    def __enter__(self) -> Observer:
+        if self._recorder is not None and self._recorder.taps.layers:
+            register = nn.modules.module.register_module_forward_pre_hook
+            self._hooks = [
+                register(self._enter),
+                nn.modules.module.register_module_forward_hook(self._leave, always_call=True),
+            ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._passes.clear()
+
+    def inner(self, batch: Batch) -> Tensor:
+        """The problem's inner objective on a batch, ridge included, to be differentiated in theta by `backward()`.
+
+        Where gradients are off, it is the value alone.
+        """
+        batch = move(one_batch(batch, "batch"), self.problem.theta.device)
+        if not torch.is_grad_enabled():
+            with set_aside():
+                return (self.problem.losses(batch).mean() + self.problem.ridge()).detach()
+        bad = first_bad(batch) if self.steps == 0 else None
+        if bad:
+            raise InputError(f"The inner batch holds nan or inf: {bad}. Remove or impute such samples first.")
+        self._begin()
+        wanted = self._recorder is not None and self.inverse.needs_record(self.steps)
+        found = Objective(self.problem, batch).step(self._recorder if wanted and self._recorder else NO_TAP, self.calls)
+        self._passes.clear()
+        self._last = batch
+        return self._loss(found.value, found.gradient, found.record)
+
+    def observe(self, losses: Tensor | Losses) -> Tensor:
+        """The mean of losses (B,) of the user's own, to be differentiated in theta by `backward()`; no ridge is added to it.
+
+        They must have been computed from theta inside the block, one for each sample of a batch. Their mean is taken for the
+        inner objective without its ridge, with weights of one unless `Losses` says otherwise.
+        """
+        given = Losses(losses) if isinstance(losses, Tensor) else losses
+        self._begin()
+        calls = [call for noted in self._passes for call in noted]
+        self._passes.clear()
+        self._own_loss = True
+        if not given.per_sample or not given.values.requires_grad:
+            what = "a scalar" if not given.per_sample else "losses without a graph"
+            raise InputError(
+                f"observe() takes one loss for each sample, shape (B,), as computed from theta inside the block; it got {what}."
+                " Use reduction='none'."
+            )
+        theta = self.problem.theta
+        record: InnerRecord | None = None
+        if self._recorder is None or not self.inverse.needs_record(self.steps):
+            value, passes = given.mean(), 1
+            found = torch.autograd.grad(value, theta.leaves, retain_graph=True, materialize_grads=True)
+            gradient = list(found)
+        else:
+            with set_aside():
+                seen = self._recorder.passed_already(given, calls)
+                gradient = [
+                    torch.zeros_like(p) if g is None else g for g, p in zip(seen.data, theta.leaves, strict=True)
+                ]
+                with torch.no_grad():
+                    record = self._recorder.record(None, seen, gradient)
+            value, passes = seen.value, seen.passes
+        self.calls.inner_gradients += passes
+        self.calls.samples += passes * len(given.values)
+        return self._loss(value.detach(), gradient, record)
+
+    def hypergradient(self, outer_batch: Batch, inner_batch: Batch = None) -> Hypergradient:
+        """The hypergradient at the current theta and v, which stay as they are.
+
+        Args:
+            outer_batch: where the outer loss is taken.
+            inner_batch: where the cross derivative, and the products of an inverse that needs some, are taken; default: the
+                batch of the last `inner`.
+        """
+        problem, device = self.problem, self.problem.theta.device
+        inner = self._last if inner_batch is None else move(one_batch(inner_batch, "inner_batch"), device)
+        if inner is None:
+            raise InputError(
+                "There is no inner batch to take derivatives on yet. Call inner(batch) first, or give inner_batch."
+            )
+        outer = move(one_batch(outer_batch, "outer_batch"), device)
+        if self._recorder is not None and self.steps == 0:
+            raise InputError(
+                f"{self.inverse.name} has learnt nothing yet. Call inner(batch), and backward() on what it returns, first."
+            )
+        with set_aside():
+            at = Oracle(problem, [inner], outer, self.seed, self.calls)
+            found = measured(at, self.inverse, implicit(at, self.inverse, self.state))
+        self._begun = False  # what comes next is the inner loop of another outer step
+        self._passes.clear()
+        problem.check_weight(problem.lowest_weight())
+        if not all(bool(torch.isfinite(leaf).all()) for leaf in found.leaves):
+            raise NonFiniteError(
+                f"The hypergradient by {self.inverse.name} holds nan or inf. Train the inner problem further, add l2, or use"
+                " another inverse, such as cg; nhgd.check compares them."
+            )
+        if not self._own_loss:
+            return found
+        return replace(found, stats=replace(found.stats, notes=found.stats.notes | {"assumed": ASSUMED}))
+
+    def _begin(self) -> None:
+        """The inner loop of an outer step begins with its first loss."""
+        if not self._begun:
+            self._begun = True
+            self.state = self.inverse.begin(self.state)
+
+    def _loss(self, value: Tensor, gradient: Sequence[Tensor], record: InnerRecord | None) -> Tensor:
+        """A loss whose gradient is known, and that is observed once it was asked for it."""
+        own = self.problem.theta.own()
+        for name, tensor in zip(self.problem.theta.names, own, strict=True):
+            if not tensor.requires_grad:
+                where = "theta" if name == "theta" else f"theta[{name!r}]"
+                raise InputError(
+                    f"{where} does not require a gradient, so that backward() would not reach it. Call"
+                    f" {where}.requires_grad_() first."
+                )
+        made: Tensor = _Loss.apply(self, value, tuple(gradient), record, *own)  # type: ignore[no-untyped-call]
+        return made
+
+    def _differentiated(self, record: InnerRecord | None) -> None:
+        """A loss was differentiated: what was recorded of it is learnt."""
+        self.steps += 1
+        if record is not None:
+            self.state = self.inverse.observe(self.state, record)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._depth == 0:
+            self._passes.append([])
+        self._depth += 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth = max(self._depth - 1, 0)
+        call = None if self._recorder is None else self._recorder.taps.call(module, args, output)
+        if call is not None and self._passes:
+            self._passes[-1].append(call)
+
+
+class _Loss(torch.autograd.Function):
+    """A value whose gradient in theta is known already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        observer: Observer,
+        value: Tensor,
+        gradient: tuple[Tensor, ...],
+        record: InnerRecord | None,
+        *theta: Tensor,
+    ) -> Tensor:
+        """The value."""
+        ctx.observer, ctx.gradient, ctx.record, ctx.counted = observer, gradient, record, False
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient, times what the loss was multiplied with."""
+        if torch.is_grad_enabled():
+            raise InputError(
+                "An observed loss cannot be differentiated twice. Call backward() without create_graph=True, or take the loss"
+                " from problem.objective(batch)."
+            )
+        if not ctx.counted:
+            ctx.counted = True
+            ctx.observer._differentiated(ctx.record)
+            ctx.record = None
+        return (None, None, None, None, *(g * factor.to(g) for g in ctx.gradient))
