@@ -26,8 +26,9 @@ import torch
 from benchmarks.environment import environment
 from nhgd.reproduce.settings import paper
 from nhgd.task import Cleaning
-from nhgd.task._softmax import Split, accuracy, fit, softmax_classifier
-from nhgd.task.cleaning import CLASSES, LabelSets
+from nhgd.task._classifier import Split, accuracy, fit, softmax_classifier
+from nhgd.task._images import CLASSES
+from nhgd.task.cleaning import LabelSets
 
 CPU = torch.device("cpu")
 COLUMNS = ("test_accuracy", "final_test_accuracy", "f1", "final_f1", "auc", "outer_loss", "overfitting", "gap")

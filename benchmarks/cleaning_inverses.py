@@ -53,7 +53,7 @@ def inverses(device: torch.device) -> dict[str, Any]:
 
 def errors(device: torch.device, data: str, weights: str) -> dict[str, Any]:
     instance = Cleaning.preset("paper").with_settings({"dtype": "float64"}).build(0, device, data)
-    sets, v = instance.extra, instance.problem.v.given
+    sets, v = instance.sets, instance.problem.v.given
     if weights == "near the truth":
         v.copy_(torch.where(sets.wrong, 0.05, 0.95))
     norm = instance.solve_inner()
@@ -99,7 +99,7 @@ def cost(device: torch.device, data: str, repeats: int) -> list[dict[str, Any]]:
     for name, method in methods.items():
         instance = Cleaning.preset("paper").build(0, device, data)
         solvers[name] = nhgd.Solver(
-            instance.problem, instance.inner_data, instance.outer_data, method=method, **instance.solver
+            instance.problem, instance.inner_data, instance.outer_data, method=method, **instance.solver_settings()
         )
         solvers[name].run(steps=3)
     times: dict[str, list[float]] = {name: [] for name in solvers}

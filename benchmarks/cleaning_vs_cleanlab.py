@@ -28,8 +28,8 @@ from sklearn.model_selection import StratifiedKFold
 from benchmarks.environment import environment
 from nhgd.data.idx import find, read_images
 from nhgd.sklearn.cleaner import LabelCleaner, NoTrustedSetWarning
+from nhgd.task._classifier import Split, fit, softmax_classifier
 from nhgd.task._labels import corrupt
-from nhgd.task._softmax import Split, fit, softmax_classifier
 
 CLASSES = 10
 NOISES = [("uniform", 0.2), ("uniform", 0.5), ("pair", 0.2), ("pair", 0.4)]

@@ -42,7 +42,7 @@ def run(label: str, seed: int, device: torch.device, data: str) -> dict[str, Any
     solution = instance.start(seed=seed).run(budget=budget)
     summary = instance.summary(solution)
     seconds = time.perf_counter() - started
-    sets: ImageSets = instance.extra
+    sets: ImageSets = instance.sets
     curve = [row for row in solution.history if "loop_test_accuracy" in row]
     found = {
         "label": label,

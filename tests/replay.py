@@ -92,7 +92,7 @@ class Replay:
     def __init__(self, instance: Instance, inner_lr: Rate, outer_lr: Rate, inner_steps: int) -> None:
         assert isinstance(instance.inner_data, Recorded)
         self.data = instance.inner_data
-        self.answers = instance.extra
+        self.answers = instance.answers
         self.ridge = float(instance.problem.ridge_diagonal()[0])
         self.d, self.p = self.answers.cross.shape
         self.inner_steps = inner_steps

@@ -25,7 +25,7 @@ CASES = pytest.mark.parametrize("case", catalogue.ALGORITHMS, ids=lambda case: c
 
 
 def run(case: AlgorithmCase, instance, steps, seed=0, **settings):
-    chosen = {**instance.solver, **settings}
+    chosen = {**instance.solver_settings(), **settings}
     solver = nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, case.method, seed=seed, **chosen)
     return solver.run(steps=steps)
 
@@ -46,7 +46,7 @@ def test_the_biased_ends_are_not_the_optimum():
     instance = Quadratic.preset("quick").build(0, CPU)
     for case in catalogue.ALGORITHMS:
         if case.end is not catalogue.v_star:
-            assert relative_error(case.end(instance), instance.extra.v_star()) > 0.01
+            assert relative_error(case.end(instance), instance.answers.v_star()) > 0.01
 
 
 FORMULAS = [case for case in catalogue.ALGORITHMS if case.formula is not None]
@@ -56,7 +56,7 @@ BY_NAME = {case.name: case for case in FORMULAS}
 def replayed(case: AlgorithmCase, steps: int = 12) -> float:
     """The largest relative distance, over the outer steps, between the library and the formula on the same batches."""
     instance = catalogue.noisy_instance(case.noise)
-    chosen = {**instance.solver, **case.settings, **case.noisy}
+    chosen = {**instance.solver_settings(), **case.settings, **case.noisy}
     method = case.noisy_method or case.method
     solver = nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method, **chosen)
     instance.inner_data.drawn.clear()  # what was looked at before the run
@@ -197,7 +197,7 @@ def test_memory_does_not_grow_with_outer_steps(case):
     bytes for each inner step of BSA.
     """
     instance = Quadratic.preset("quick").with_settings({"batch": 20}).build(0, CPU)
-    chosen = {**instance.solver, **case.settings, "inner_steps": 2}
+    chosen = {**instance.solver_settings(), **case.settings, "inner_steps": 2}
     solver = nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, case.method, **chosen)
     solver.run(steps=17)
     peak, before = peak_of(solver, 3), live_bytes()

@@ -20,7 +20,7 @@ from nhgd.cli._settings import for_run, for_task
 from nhgd.execution import EXECUTIONS
 from nhgd.inverse import INVERSES
 from nhgd.task import TASKS
-from nhgd.task._labels import found
+from nhgd.task._labels import detection_scores
 from tests import idx_files
 from tests.commands import answer, invoke, refusal, strict_json
 
@@ -423,7 +423,9 @@ def test_demo_keeps_the_weights_of_the_step_that_the_evaluation_split_chose(monk
     rows = cleaned.solution.history
     best = min(rows, key=lambda row: row["evaluation_loss"])
     assert {key: best[key] for key in ("f1", "auc", "recall")} == {
-        key: value for key, value in found(cleaned.weights, sets.wrong).items() if key in ("f1", "auc", "recall")
+        key: value
+        for key, value in detection_scores(cleaned.weights, sets.wrong).items()
+        if key in ("f1", "auc", "recall")
     }
 
 

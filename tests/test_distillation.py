@@ -18,8 +18,8 @@ from nhgd.cli._program import app
 from nhgd.inverse import KFAC, FisherWindow, Refined
 from nhgd.plot.png import grid, write_png
 from nhgd.task import Distillation
-from nhgd.task._classifier import Architecture, accuracy_of, cross_entropies, trained
-from nhgd.task.distillation import distilling, largest_curvature, mean_loss, page, some_of_each, suited
+from nhgd.task._classifier import Architecture, accuracy_of, cross_entropies, largest_curvature, mean_loss, trained
+from nhgd.task.distillation import distilling, nhgd_for, page, some_of_each
 from tests import idx_files, oracles
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ class TestHypergradient:
     def test_the_exact_window_of_a_linear_model_gives_the_true_one(self, bias):
         problem, inner, outer = tiny(nn.Linear(4, 3, bias=bias))
         oracles.raise_deferred(problem, inner)
-        window = suited(6, 3, None, None).inverse
+        window = nhgd_for(6, 3, None, None).inverse
         found = nhgd.hypergradient(problem, inner, outer, inverse=window)
         assert close(found.grad.flatten(), oracles.hypergradient(problem, inner, outer))
         assert found.stats.residual < 1e-8
@@ -60,7 +60,7 @@ class TestHypergradient:
     def test_and_of_a_network_that_of_its_gauss_newton_matrix(self):
         problem, inner, outer = tiny(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)))
         matrix = oracles.ggn(problem, inner) + oracles.ridge_hessian(problem)
-        found = nhgd.hypergradient(problem, inner, outer, inverse=suited(6, 3, None, None).inverse)
+        found = nhgd.hypergradient(problem, inner, outer, inverse=nhgd_for(6, 3, None, None).inverse)
         assert close(found.grad.flatten(), oracles.hypergradient(problem, inner, outer, matrix))
 
     def test_it_is_the_slope_of_what_a_model_trained_to_the_end_loses(self):
@@ -80,7 +80,7 @@ class TestHypergradient:
 
 class TestSuitedMethod:
     def test_few_images_are_solved_exactly_and_many_by_factors(self):
-        few, many, drawn = suited(50, 10, None, None), suited(1000, 10, None, None), suited(1000, 10, 128, 30)
+        few, many, drawn = nhgd_for(50, 10, None, None), nhgd_for(1000, 10, None, None), nhgd_for(1000, 10, 128, 30)
         assert isinstance(few.inverse, FisherWindow)
         assert (few.inverse.window, few.inverse.fisher, few.inner, few.natural_steps) == (50, "exact", "natural", 1)
         assert isinstance(many.inverse, KFAC)
@@ -91,7 +91,7 @@ class TestSuitedMethod:
         instance = QUICK.with_settings({"inner_steps": "3"}).build(0, CPU)
         instance.start().run(steps=1)
         assert instance.algorithm().natural_steps is None
-        assert instance.solver["inner_steps"] == 3
+        assert instance.solver_settings()["inner_steps"] == 3
 
     def test_other_names_mean_what_they_mean_everywhere(self):
         instance = QUICK.build(0, CPU)
@@ -148,7 +148,7 @@ class TestData:
     def test_first_images(self, start, folder):
         task = Distillation(start=start, per_class=3)
         instance = task.build(0, CPU, folder)
-        v, sets = instance.problem.v.given, instance.extra
+        v, sets = instance.problem.v.given, instance.sets
         assert sets.labels.tolist() == [c for c in range(10) for _ in range(3)]
         means = torch.stack([sets.x[sets.y == c].mean(0) for c in sets.labels.tolist()])
         if start == "real":
@@ -160,7 +160,7 @@ class TestData:
 
     def test_auto_starts_many_images_from_real_ones(self, folder):
         few, many = (Distillation(per_class=n).build(0, CPU, folder) for n in (19, 20))
-        real = [bool((i.extra.x == i.problem.v.given[0]).all(1).any()) for i in (few, many)]
+        real = [bool((i.sets.x == i.problem.v.given[0]).all(1).any()) for i in (few, many)]
         assert real == [False, True]
 
     def test_some_of_each_class_and_none_twice(self):
@@ -171,14 +171,14 @@ class TestData:
 
     def test_more_images_than_the_rarest_class_has_are_refused(self, folder):
         Distillation(per_class=100).load(0, CPU, folder)
-        with pytest.raises(nhgd.InputError, match="per_class is 101, but class 0 has 100 training samples only"):
+        with pytest.raises(nhgd.InputError, match="per_class is 101, but class 0 has only 100 training samples"):
             Distillation(per_class=101).load(0, CPU, folder)
 
     @pytest.mark.parametrize("box", [False, True])
     def test_pixels_stay_between_black_and_white_if_asked(self, box):
         instance = QUICK.with_settings({"box": box, "outer_lr": 1.0}).build(0, CPU)
         solution = instance.start(metrics_every=99).run(steps=5)
-        pixels = instance.problem.v.given.detach() * instance.extra.deviation + instance.extra.mean
+        pixels = instance.problem.v.given.detach() * instance.sets.deviation + instance.sets.mean
         inside = float(pixels.min()) >= -1e-6 and float(pixels.max()) <= 1 + 1e-6
         assert inside == box
         assert len(solution.history) == 5

@@ -87,7 +87,7 @@ def value(term: str, symbols: dict[str, float]) -> tuple[float, float] | None:
 def test_costs_are_what_the_counters_say(name):
     """Nine outer steps after the first, with four inner steps and three batches."""
     instance = Quadratic.preset("quick").with_settings({"batch": 20}).build(0, torch.device("cpu"))
-    settings = instance.solver | {"inner_steps": 4, "inner_lr": 0.2, "outer_lr": 1e-3}
+    settings = instance.solver_settings() | {"inner_steps": 4, "inner_lr": 0.2, "outer_lr": 1e-3}
     solver = nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method=name, **settings)
     method, before, checked = resolve(name), solver.step(), 0
     for k in range(1, 10):

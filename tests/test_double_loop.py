@@ -392,10 +392,10 @@ def test_they_have_names_and_work_with_no_settings_at_all(name):
     instance = Quadratic.preset("quick").with_settings({"batch": 20}).build(0, CPU)
     settings = {"inner_steps": 4, "inner_lr": 0.3, "outer_lr": 0.2}
     solution = nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, name, **settings).run(steps=40)
-    history, best = solution.history, instance.extra.v_star()
+    history, best = solution.history, instance.answers.v_star()
     assert float((solution.v - best).norm()) < 0.8 * float(best.norm())  # v began at zero
     scale = history[-1]["beta" if name == "amigo" else "phi"]
-    top = float(torch.linalg.eigvalsh(instance.extra.hessian)[-1])
+    top = float(torch.linalg.eigvalsh(instance.answers.hessian)[-1])
     assert 0.2 / top < scale < 2 / top
 
 

@@ -191,7 +191,7 @@ class Dense:
 
 def quadratic() -> tuple[Quadratic, Dense]:
     instance = Quadratic.preset("quick").build(0, CPU)
-    return instance, Dense(instance.extra, instance.solver["inner_lr"])
+    return instance, Dense(instance.answers, instance.solver_settings()["inner_lr"])
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -307,13 +307,13 @@ def test_bome_ends_where_unrolling_ends():
             errors.append(relative_error(v, end))
     assert errors[-1] < 2e-3
     assert errors[0] > 3 * errors[1] > 9 * errors[2]
-    assert relative_error(end, instance.extra.v_star()) > 0.1
+    assert relative_error(end, instance.answers.v_star()) > 0.1
 
 
 def test_bome_with_a_constant_step_is_a_penalty_with_a_bounded_multiplier():
     """It cannot settle: it swings about the end of a penalty whose multiplier makes the top curvature 2 / alpha."""
     instance, dense = quadratic()
-    a, alpha = instance.extra, 0.02
+    a, alpha = instance.answers, 0.02
     pulled, v, recent, multipliers = torch.zeros(6, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), [], []
     train = dense.train(100)
     for k in range(4000):
@@ -390,7 +390,7 @@ def test_the_penalised_end_whatever_the_number_of_inner_steps():
             dense.inner, dense.outer, zero, zero[:3], 600, inner_steps, dense.inner_lr, 0.3, F2SA(first=5.0, growth=0.0)
         )
         assert relative_error(v, end) < 1e-9
-        a = instance.extra
+        a = instance.answers
         assert relative_error(z, a.theta_star(v)) < 1e-9
         pull = torch.linalg.solve(a.hessian + a.B.T @ a.B / (5 * len(a.B)), dense.outer(z, v)[0]) / 5
         assert relative_error(y, z - pull) < 1e-9
@@ -398,7 +398,7 @@ def test_the_penalised_end_whatever_the_number_of_inner_steps():
 
 def test_the_penalised_end_comes_nearer_like_one_over_the_multiplier():
     instance, _ = quadratic()
-    best = instance.extra.v_star()
+    best = instance.answers.v_star()
     errors = [relative_error(catalogue.ends_with(catalogue.penalty_matrix(m))(instance), best) for m in (100, 1e3, 1e4)]
     assert errors[0] / errors[1] == pytest.approx(10, rel=0.1)
     assert errors[1] / errors[2] == pytest.approx(10, rel=0.02)
@@ -409,11 +409,11 @@ def test_one_pace_for_both_variables_cancels_the_lag():
     instance, dense = quadratic()
     zero, method = torch.zeros(6, dtype=torch.float64), F2SA(first=1e6, growth=0.0)
     same, *_ = f2sa_by_hand(dense.inner, dense.outer, zero, zero[:3], 400, 5, dense.inner_lr, 0.5, method)
-    assert relative_error(same, instance.extra.v_star()) < 1e-5
+    assert relative_error(same, instance.answers.v_star()) < 1e-5
     half, *_ = f2sa_by_hand(
         dense.inner, dense.outer, zero, zero[:3], 40, 5, dense.inner_lr, 0.5, F2SA(first=1e6, growth=0.0, pace=0.5)
     )
-    assert relative_error(half, instance.extra.v_star()) > 1e3
+    assert relative_error(half, instance.answers.v_star()) > 1e3
 
 
 def test_a_shared_batch_takes_the_noise_out_of_the_difference():
@@ -446,13 +446,13 @@ def test_what_is_drawn_and_counted():
 def test_what_a_run_hands_back_has_not_seen_the_outer_loss():
     """theta of F2SA is trained on the inner problem alone, and its outer loss is the one reported."""
     instance = Quadratic.preset("quick").build(0, CPU)
-    settings = instance.solver | {"inner_steps": 50}
+    settings = instance.solver_settings() | {"inner_steps": 50}
     running = nhgd.Solver(
         instance.problem, instance.inner_data, instance.outer_data, method=F2SA(first=2.0, growth=0.0), **settings
     )
     v = instance.problem.v.flat()
     row = running.step()
-    torch.testing.assert_close(instance.problem.theta.flat(), instance.extra.theta_star(v), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(instance.problem.theta.flat(), instance.answers.theta_star(v), rtol=1e-2, atol=1e-2)
     outer = oracles.outer(instance.problem, instance.full_outer, v=v)
     assert row["outer_loss"] == pytest.approx(float(outer), rel=1e-12)
 

@@ -149,7 +149,7 @@ def test_at_the_optimum_it_is_a_neumann_series():
 def test_the_longer_it_differentiates_the_nearer_it_ends():
     """The closed form: the distance of its end from v* falls with the number of steps, to nothing."""
     instance = Quadratic.preset("quick").build(0, CPU)
-    best = instance.extra.v_star()
+    best = instance.answers.v_star()
     ends = [catalogue.ends_with(catalogue.unrolled_matrix(n))(instance) for n in (1, 5, 25, 125, 625)]
     errors = [float((end - best).norm() / best.norm()) for end in ends]
     assert errors == sorted(errors, reverse=True)

@@ -206,10 +206,10 @@ def test_curvature_carried_or_fresh():
 def test_refined_nhgd_reaches_the_optimum_of_the_quadratic():
     instance = Quadratic(dim=6, outer_dim=3, samples=60).build(0, torch.device("cpu"))
     method = NHGD(refined("kfac", steps=6), inner="optimizer")
-    nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method=method, **instance.solver).run(
-        steps=150
-    )
-    torch.testing.assert_close(instance.problem.v.given, instance.extra.v_star(), rtol=1e-4, atol=1e-6)
+    nhgd.Solver(
+        instance.problem, instance.inner_data, instance.outer_data, method=method, **instance.solver_settings()
+    ).run(steps=150)
+    torch.testing.assert_close(instance.problem.v.given, instance.answers.v_star(), rtol=1e-4, atol=1e-6)
 
 
 def test_natural_inner_steps_solve_a_quadratic_at_once():
@@ -220,16 +220,16 @@ def test_natural_inner_steps_solve_a_quadratic_at_once():
         instance.problem, instance.inner_data, instance.outer_data, method=method, inner_steps=12, outer_lr=1e-12
     )
     running.run(steps=2)
-    optimum = instance.extra.theta_star(instance.problem.v.given)
+    optimum = instance.answers.theta_star(instance.problem.v.given)
     torch.testing.assert_close(instance.problem.theta.flat(), optimum, rtol=1e-6, atol=1e-8)
-    assert running.history[-1]["damping"] < 1e-3 * float(instance.extra.hessian.diagonal().mean())
+    assert running.history[-1]["damping"] < 1e-3 * float(instance.answers.hessian.diagonal().mean())
 
 
 def test_natural_steps_beat_gradient_steps_where_the_curvature_is_uneven():
     def gradient_left(method):
         torch.manual_seed(0)
         instance = Quadratic(dim=8, outer_dim=2, samples=60, condition=1e4).build(0, torch.device("cpu"))
-        settings = {"inner_steps": 15, "inner_lr": instance.solver["inner_lr"], "outer_lr": 1e-12}
+        settings = {"inner_steps": 15, "inner_lr": instance.solver_settings()["inner_lr"], "outer_lr": 1e-12}
         nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method=method, **settings).run(steps=2)
         return float(Oracle(instance.problem, [instance.full_inner]).gradient().norm())
 
@@ -386,7 +386,7 @@ def test_noisy_batches_approach_the_exact_hypergradient():
         found = nhgd.hypergradient(
             instance.problem, instance.full_inner, instance.full_outer, inverse=inverse, inner_data=batches
         )
-        exact = instance.extra.hypergradient(instance.problem.v.given)
+        exact = instance.answers.hypergradient(instance.problem.v.given)
         assert float((found.grad - exact).norm() / exact.norm()) < 0.25
 
 

@@ -371,7 +371,7 @@ class TestTask:
         assert {"outer_loss", "inner_loss", "objective_net", "true_objective_grid", "true_objective"} <= set(summary)
         assert summary["lower_bound_grid"] == on_grid(NU).bound() < summary["true_objective_grid"]
         assert summary["lower_bound"] == continuous(NU).bound() < summary["true_objective"]
-        f = instance.extra.control(instance.problem.v.given)
+        f = instance.truth.control(instance.problem.v.given)
         assert summary["true_objective_grid"] == on_grid(NU).value(f)
         assert solution.history[-1]["true_objective"] == summary["true_objective"]
         assert summary["fresh_loss"] == pytest.approx(
@@ -401,8 +401,8 @@ class TestTask:
         assert (paper.interior, paper.side, paper.initial, paper.width, paper.depth) == (1024, 256, 256, 64, 4)
         small = paper.with_settings({"interior": 30, "side": 4, "initial": 5, "width": 5, "depth": 1, "pretraining": 3})
         instance = small.with_settings({"times": 5, "steps": 2}).build(0, CPU)
-        assert instance.solver["inner_steps"] == 50
-        assert instance.solver["inner_optimizer"] is torch.optim.Adam
+        assert instance.solver_settings()["inner_steps"] == 50
+        assert instance.solver_settings()["inner_optimizer"] is torch.optim.Adam
         assert instance.algorithm().inner == "optimizer"
         assert (
             instance.start().run(steps=2).stats["oracle_calls"]["inner_gradients"] == 2 * 53

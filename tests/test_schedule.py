@@ -27,7 +27,7 @@ def test_the_inner_step_restarts_with_the_inner_loop():
     instance = Quadratic.preset("quick").build(0, CPU)
     seen = []
     rule = Strong(mu=1.0, smoothness=2.0)
-    settings = instance.solver | {"inner_steps": 3, "inner_lr": rule}
+    settings = instance.solver_settings() | {"inner_steps": 3, "inner_lr": rule}
     running = nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method="t1t2", **settings)
     move = running.loop.theta.move
 

@@ -317,7 +317,7 @@ def test_constant_steps_leave_noise_in_soba_where_saba_has_none():
     instance = Quadratic.preset("quick").with_settings({"batch": 20}).build(0, torch.device("cpu"))
     settings = {"inner_lr": 0.5, "outer_lr": 0.1}
     nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, SOBA(), **settings).run(steps=500)
-    best = instance.extra.v_star()
+    best = instance.answers.v_star()
     assert float((instance.problem.v.given - best).norm() / best.norm()) > 0.01
 
 
@@ -408,7 +408,7 @@ def test_growing_series_reach_the_optimum():
     settings = {"inner_lr": 1.5, "outer_lr": 1.0}
     method = TTSA(K=4, phi=1.6)
     nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method, **settings).run(steps=100)
-    best = instance.extra.v_star()
+    best = instance.answers.v_star()
     assert float((instance.problem.v.given - best).norm() / best.norm()) < 1e-4
 
 
@@ -585,4 +585,4 @@ def test_single_loop_nhgd_is_exact_where_its_inverse_is():
     method = NHGDSingle(FisherWindow(window=60, fisher="exact"))
     settings = {"inner_lr": 1.5, "outer_lr": 1.0}
     nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method, **settings).run(steps=150)
-    torch.testing.assert_close(instance.problem.v.given, instance.extra.v_star(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(instance.problem.v.given, instance.answers.v_star(), rtol=1e-5, atol=1e-7)

@@ -27,14 +27,14 @@ def small(**settings):
 
 
 def solver(instance, **settings):
-    chosen = {"method": "aid-cg", **instance.solver, **settings}
+    chosen = {"method": "aid-cg", **instance.solver_settings(), **settings}
     return nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, **chosen)
 
 
 def test_reaches_the_closed_form_optimum():
     instance = small()
     solution = solver(instance).run(steps=200)
-    torch.testing.assert_close(solution.v, instance.extra.v_star(), rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(solution.v, instance.answers.v_star(), rtol=1e-6, atol=1e-8)
     assert solution.result == "steps"
     assert solution.v is instance.problem.v.given
     assert solution.theta is instance.problem.theta.given
@@ -187,8 +187,8 @@ OPTIMISERS = {
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_any_torch_optimiser_inside_and_outside(name):
     instance = small()
-    start = float(instance.extra.phi(instance.problem.v.given))
-    settings = {**instance.solver, "inner_optimizer": OPTIMISERS[name]}
+    start = float(instance.answers.phi(instance.problem.v.given))
+    settings = {**instance.solver_settings(), "inner_optimizer": OPTIMISERS[name]}
     if name == "class":
         settings["inner_lr"] = 0.05
     else:
@@ -197,15 +197,15 @@ def test_any_torch_optimiser_inside_and_outside(name):
     solution = nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method="aid", **settings).run(
         steps=60
     )
-    best = float(instance.extra.phi(instance.extra.v_star()))
-    assert float(instance.extra.phi(solution.v)) < best + 0.2 * (start - best)
+    best = float(instance.answers.phi(instance.answers.v_star()))
+    assert float(instance.answers.phi(solution.v)) < best + 0.2 * (start - best)
     assert all(p.grad is None for p in instance.problem.theta.leaves)
 
 
 def test_an_optimiser_instance_keeps_its_state():
     instance = small()
     optimiser = torch.optim.Adam(instance.problem.theta.given.parameters(), lr=0.05)
-    settings = {k: s for k, s in instance.solver.items() if k != "inner_lr"}
+    settings = {k: s for k, s in instance.solver_settings().items() if k != "inner_lr"}
     nhgd.Solver(
         instance.problem, instance.inner_data, instance.outer_data, inner_optimizer=optimiser, method="aid", **settings
     ).run(steps=2)
@@ -389,7 +389,9 @@ def test_bad_outer_batches_are_named():
         nhgd.Solver(instance.problem, instance.inner_data, [(x, y[:-1])], method="aid")
     spoilt = x.clone()
     spoilt[2, 0] = float("inf")
-    running = nhgd.Solver(instance.problem, instance.inner_data, [(x, y), (spoilt, y)], method="aid", **instance.solver)
+    running = nhgd.Solver(
+        instance.problem, instance.inner_data, [(x, y), (spoilt, y)], method="aid", **instance.solver_settings()
+    )
     with pytest.raises(nhgd.InputError, match=r"Outer step 2: an outer batch holds nan or inf: tensor \[0\], row 2"):
         running.run(steps=3)
 

@@ -20,7 +20,7 @@ def quadratic(seed: int, at_the_optimum: bool = False, **settings: Any) -> Any:
     instance = Quadratic.preset("quick").with_settings(settings).build(seed, CPU)
     if at_the_optimum:
         with torch.no_grad():
-            instance.problem.v.given.copy_(instance.extra.v_star())
+            instance.problem.v.given.copy_(instance.answers.v_star())
         instance.solve_inner()
     return instance
 
@@ -86,7 +86,7 @@ def test_a_short_run_is_not_judged():
 def test_a_run_that_a_box_holds_is_not_said():
     """The slope stays what it is where v may not go."""
     instance = quadratic(0)
-    best = instance.extra.v_star()
+    best = instance.answers.v_star()
     low, high = float(best.min()), float(best.max())
     assert low < high
     for box in ((-1e-9, 1e-9), (low, low + 1e-6)):

@@ -20,9 +20,9 @@ import nhgd
 from nhgd.data.idx import read_idx, read_images
 from nhgd.oracle import Oracle
 from nhgd.task import L2, Cleaning, Quadratic
-from nhgd.task._labels import NOISES, area, corrupt, found
+from nhgd.task._classifier import Split, fit, largest_curvature, softmax_classifier
+from nhgd.task._labels import NOISES, area, corrupt, detection_scores
 from nhgd.task._setting import convert, kinds
-from nhgd.task._softmax import Split, fit, largest_curvature, softmax_classifier
 from nhgd.task._weighting import WEIGHTINGS, ByLoss, ByNet, Clip, Sigmoid
 from nhgd.task.cleaning import OverfittingWarning
 from tests import catalogue, idx_files, oracles
@@ -105,18 +105,18 @@ class TestQuadratic:
         v = torch.randn(3, dtype=torch.float64)
         oracles.assign(instance.problem.v.given, v)
         exact = oracles.solve_inner(instance.problem, instance.full_inner)
-        torch.testing.assert_close(instance.extra.theta_star(v), exact, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(instance.answers.theta_star(v), exact, rtol=1e-11, atol=1e-12)
 
     def test_matrices_are_those_of_autograd(self):
         instance = built(Quadratic.preset("quick"))
         hessian = oracles.hessian(instance.problem, instance.full_inner)
         cross = oracles.cross(instance.problem, instance.full_inner)
-        torch.testing.assert_close(instance.extra.hessian, hessian, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(instance.extra.cross, cross, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(instance.answers.hessian, hessian, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(instance.answers.cross, cross, rtol=1e-12, atol=1e-12)
 
     def test_hypergradient_is_the_derivative_of_phi(self):
         instance = built(Quadratic.preset("quick"))
-        answers, v = instance.extra, torch.randn(3, dtype=torch.float64, requires_grad=True)
+        answers, v = instance.answers, torch.randn(3, dtype=torch.float64, requires_grad=True)
         slope = torch.autograd.grad(answers.phi(v), v)[0]
         torch.testing.assert_close(answers.hypergradient(v.detach()), slope, rtol=1e-9, atol=1e-12)
         differences = oracles.finite_differences(
@@ -130,12 +130,12 @@ class TestQuadratic:
         oracles.assign(instance.problem.v.given, torch.randn(5, dtype=torch.float64))
         instance.solve_inner()
         got = nhgd.hypergradient(instance.problem, instance.full_inner, instance.full_outer, inverse="exact")
-        want = instance.extra.hypergradient(oracles.v_of(instance.problem))
+        want = instance.answers.hypergradient(oracles.v_of(instance.problem))
         torch.testing.assert_close(got.grad, want, rtol=1e-9, atol=1e-9 * float(want.norm()))
-        assert got.value == pytest.approx(float(instance.extra.phi(oracles.v_of(instance.problem))), rel=1e-12)
+        assert got.value == pytest.approx(float(instance.answers.phi(oracles.v_of(instance.problem))), rel=1e-12)
 
     def test_v_star_is_stationary_and_lowest(self):
-        answers = built(Quadratic()).extra
+        answers = built(Quadratic()).answers
         best = answers.v_star()
         assert float(answers.hypergradient(best).norm()) < 1e-12
         for _ in range(5):
@@ -151,7 +151,7 @@ class TestQuadratic:
             at = Oracle(instance.problem, [instance.full_inner])
             eye = torch.eye(5, dtype=torch.float64)
             fisher = torch.stack([at.empirical_fisher(e) for e in eye])
-            distances[noise] = float((fisher - instance.extra.hessian).norm() / instance.extra.hessian.norm())
+            distances[noise] = float((fisher - instance.answers.hessian).norm() / instance.answers.hessian.norm())
         assert distances[1.0] < 0.25 < 2 < distances[2.0]
 
     @pytest.mark.parametrize(
@@ -190,11 +190,11 @@ class TestL2:
 
     def test_the_step_size_is_stable_everywhere_in_the_box(self):
         instance = built(L2())
-        low, high = instance.solver["project_v"]
+        low, high = instance.solver_settings()["project_v"]
         for v in (low, high):
             oracles.assign(instance.problem.v.given, torch.full_like(oracles.v_of(instance.problem), v))
             top = torch.linalg.eigvalsh(oracles.hessian(instance.problem, instance.full_inner))[-1]
-            assert instance.solver["inner_lr"] <= 1 / float(top)
+            assert instance.solver_settings()["inner_lr"] <= 1 / float(top)
 
     def test_splits_are_disjoint_and_standardised(self):
         instance = built(L2(decoys=0))
@@ -212,7 +212,7 @@ def identified(n):
 
 class TestCleaning:
     def test_splits_are_disjoint_and_complete(self, monkeypatch):
-        monkeypatch.setattr("nhgd.task.cleaning.digits", lambda: (identified(200), torch.arange(200) % 10))
+        monkeypatch.setattr("nhgd.task._images.digits", lambda: (identified(200), torch.arange(200) % 10))
         sets = Cleaning(train=100, trusted=40, evaluation=30).load(0, CPU)
         parts = [sets.train.x, sets.trusted.x, sets.evaluation.x, sets.test.x]
         assert [len(p) for p in parts] == [100, 40, 30, 30]
@@ -258,7 +258,7 @@ class TestCleaning:
     def test_trusted_samples_inside_are_not_those_that_judge(self, weights):
         task = Cleaning(dataset="digits", train=100, trusted=41, weights=weights, trusted_inside=0.5, warm_up=0)
         instance = built(task)
-        sets = instance.extra
+        sets = instance.sets
         assert len(instance.full_inner[0]) == 100 + 20
         assert len(instance.full_outer[0]) == 21
         known = {tuple(row) for row in instance.full_inner[0].tolist()}
@@ -267,7 +267,7 @@ class TestCleaning:
         assert torch.equal(found[100:], torch.ones(20))
         own = task.sample_weights(instance.problem.theta.given, instance.problem.v.given, sets)
         assert torch.equal(found[:100], own)
-        assert instance.solver["project_v"] == ((0.0, 1.0) if weights == "clip" else None)
+        assert instance.solver_settings()["project_v"] == ((0.0, 1.0) if weights == "clip" else None)
 
     def test_the_share_inside_by_itself(self):
         for weights, inside in (("loss", 20), ("net", 20), ("clip", 0), ("sigmoid", 0)):
@@ -361,9 +361,9 @@ class TestCleaning:
         instance = built(Cleaning.preset("quick"))
         for method in ("itd", "truncated", "bome", "f2sa"):
             algorithm = instance.algorithm(method)
-            assert instance.suited(algorithm)["inner_optimizer"] is None
+            assert instance.settings_for(algorithm)["inner_optimizer"] is None
             instance.start(method).step()
-        assert instance.suited(instance.algorithm("soba"))["inner_optimizer"] is not None
+        assert instance.settings_for(instance.algorithm("soba"))["inner_optimizer"] is not None
 
     def test_batches_reach_the_methods_that_average_over_them(self):
         instance = built(Cleaning.preset("quick").with_settings({"batches": "3"}))
@@ -442,7 +442,7 @@ weights_and_truth = st.integers(2, 40).flatmap(
 @given(weights_and_truth)
 def test_finding_is_measured_as_scikit_learn_does(case):
     weights, wrong = torch.tensor(case[0], dtype=torch.float64), torch.tensor(case[1])
-    got = found(weights, wrong)
+    got = detection_scores(weights, wrong)
     suspect = (weights < 0.5).numpy()
     assert got["auc"] == pytest.approx(roc_auc_score(wrong.numpy(), -weights.numpy()), abs=1e-12)
     assert got["f1"] == pytest.approx(f1_score(wrong.numpy(), suspect, zero_division=0), abs=1e-12)

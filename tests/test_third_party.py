@@ -38,7 +38,7 @@ drawn = [command("run", "drawn", "--seed", seed, "--device", "cpu")["initial"]["
 assert torch.equal(torch.get_rng_state(), state)
 run = ("run", "quadratic", "--preset", "quick", "--steps", "5", "--device", "cpu", "--method")
 instance = Quadratic.preset("quick").build(0, torch.device("cpu"))
-settings = instance.solver | {"outer_lr": 0.25}
+settings = instance.solver_settings() | {"outer_lr": 0.25}
 nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method="signed", **settings).run(steps=1)
 print(json.dumps({
     "list": command("list"),

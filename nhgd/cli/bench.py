@@ -174,7 +174,7 @@ class Case:
                 executor.close()
         return {
             "task": {f.name: getattr(self.task, f.name) for f in fields(self.task)},
-            "solver": instance.suited(algorithm) | settings,
+            "solver": instance.settings_for(algorithm) | settings,
             "method": algorithm,
             "executions": self.how,
         }

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,9 +18,10 @@ from nhgd._solution import Solution
 from nhgd.cli._options import Json, Seed, checked_seed
 from nhgd.cli._output import check_folder, console, folder, jsonable, number, print_json, table
 from nhgd.plot.demo import Samples, draw
-from nhgd.task._labels import found
-from nhgd.task._softmax import Split, accuracy, fit, softmax_classifier
-from nhgd.task.cleaning import CLASSES, Cleaning, LabelSets
+from nhgd.task._classifier import Split, accuracy, fit, softmax_classifier
+from nhgd.task._images import CLASSES
+from nhgd.task._labels import detection_scores
+from nhgd.task.cleaning import Cleaning, LabelSets
 
 TASK = Cleaning(
     dataset="digits",
@@ -63,7 +64,7 @@ def demo(
                 "test_accuracy": answer["accuracy"]["cleaned"]
                 if run.weights is best
                 else retrained(run.weights >= 0.5, sets),
-                "f1": found(run.weights, sets.wrong)["f1"],
+                "f1": detection_scores(run.weights, sets.wrong)["f1"],
                 "seconds": run.solution.stats["seconds"],
                 "hvps": run.solution.stats["oracle_calls"]["hvps"],
             }
@@ -100,13 +101,14 @@ def clean(method: str, seed: int, sets: LabelSets) -> Cleaned:
 
     def watching(theta: Any, v: Any) -> dict[str, float]:
         nonlocal lowest, kept
-        assert instance.metrics is not None
         row = instance.metrics(theta, v)
         if row["evaluation_loss"] < lowest:
             lowest, kept = row["evaluation_loss"], TASK.sample_weights(theta, v, sets).clone()
         return row
 
-    solution = replace(instance, metrics=watching).start(method, seed).run(steps=STEPS)
+    solver = instance.start(method, seed)
+    solver.metrics = watching
+    solution = solver.run(steps=STEPS)
     return Cleaned(kept, solution, instance.summary(solution))
 
 

@@ -181,7 +181,7 @@ def run(
                 "stagnation": solution.stats["stagnation"],
                 "settings": {
                     "task": {f.name: getattr(chosen, f.name) for f in fields(chosen)},
-                    "solver": instance.suited(algorithm) | settings,
+                    "solver": instance.settings_for(algorithm) | settings,
                     "method": solver.algorithm,
                 },
                 "out": None if out is None else str(out),
@@ -289,19 +289,19 @@ def _cannot_be_run(task: str, preset: str) -> bool:
     return experiment is not None and not TABLE[experiment]["nhgd-paper"].beta
 
 
-def refuse_idle(changes: dict[str, str], suited: dict[str, Any], algorithm: Any) -> None:
+def refuse_idle(changes: dict[str, str], suited: Mapping[str, Any], algorithm: Any) -> None:
     """A setting that the task hands on to the method is an error when this method has none of that name."""
     for key in suited:
         if key in changes and not hasattr(algorithm, key):
             raise InputError(f"The method {algorithm.name} has no setting {key}, so --set {key} would be ignored.")
 
 
-def _write(place: Folder, answer: dict[str, Any], solution: Solution, pictures: Pictures | None) -> list[str]:
+def _write(place: Folder, answer: dict[str, Any], solution: Solution, pictures: Pictures) -> list[str]:
     """The names of the files."""
     _write_numbers(place, answer, solution)
     # The pictures come last: none of them is worth losing the numbers.
     place.write("curve.png", solution.plot)
-    drawn = [] if pictures is None else place.draw(pictures)
+    drawn = place.draw(pictures)
     return [*FILES, *(path.name for path in drawn)]
 
 

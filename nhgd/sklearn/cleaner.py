@@ -18,9 +18,8 @@ from nhgd._validation import check_settings
 from nhgd.data.device import usable_device
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, counted, not_negative
-from nhgd.schedule import Decay
-from nhgd.task._softmax import Split, fit, largest_curvature, softmax_classifier
-from nhgd.task._weighted_training import WeightedTraining, momentum, suited
+from nhgd.task._classifier import Split, fit, softmax_classifier
+from nhgd.task._weighted_training import WeightedTraining, inner_settings, nhgd_for, outer_settings
 from nhgd.task._weighting import ByLoss
 
 Array = np.ndarray[Any, Any]
@@ -239,18 +238,15 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
 
         problem = training.problem(outer)
         training.start_solved()
-        everything = training.samples
         solver = Solver(
             problem,
-            Data(everything.x, everything.y, batch=self.batch_size),
+            training.data(self.batch_size),
             Data(outer_set.x, outer_set.y),
-            method=suited(problem),
+            method=nhgd_for(problem),
             inner_steps=self.inner_steps,
-            inner_lr=Decay(1 / max(largest_curvature(everything.x), 1e-6), final=0.1, hold=0.3),
-            inner_optimizer=momentum(0.9),
-            outer_optimizer=torch.optim.Adam,
-            outer_lr=Decay(0.05, final=0.05, hold=0.3),
             seed=seed,
+            **inner_settings(training.step_size()),
+            **outer_settings(),
         )
         self.history_ = solver.run(
             steps=self.steps, progress=None if self.verbose is None else bool(self.verbose)

@@ -18,9 +18,8 @@ from nhgd._validation import check_settings
 from nhgd.data.device import usable_device
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, counted, positive, unknown
-from nhgd.schedule import Decay
 from nhgd.task._classifier import Architecture, trained
-from nhgd.task.distillation import NOISE, distilling, suited
+from nhgd.task.distillation import distilling, nhgd_for, noisy_means, outer_settings
 
 Array = np.ndarray[Any, Any]
 SCALES = ("all", "feature")
@@ -116,7 +115,7 @@ class DatasetDistiller(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  #
         seed = int(random.randint(2**31 - 1))
         self._center, self._scale = self._statistics(X)
         batches = _Batches(X, codes, random.permutation(len(codes)), self)
-        count, classes = self.per_class * len(self.classes_), len(self.classes_)
+        classes = len(self.classes_)
         v = self._first(batches, random)
         labels = torch.arange(classes, device=self.device).repeat_interleave(self.per_class)
         theta = architecture.build(v.shape[1], classes, seed, torch.device(self.device), v.dtype)
@@ -124,10 +123,9 @@ class DatasetDistiller(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  #
             distilling(theta, v, self.l2),
             Data(labels),
             batches,
-            method=suited(count, classes, None, None),
-            outer_lr=Decay(self.lr),
-            outer_optimizer=torch.optim.Adam,
+            method=nhgd_for(len(v), classes, None, None),
             seed=seed,
+            **outer_settings(self.lr),
         )
         solution = solver.run(
             steps=self.steps, budget=self.budget, progress=None if self.verbose is None else bool(self.verbose)
@@ -176,8 +174,8 @@ class DatasetDistiller(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  #
         for x, y in batches:
             sums.index_add_(0, y, x)
         counts = torch.as_tensor(np.bincount(batches.codes, minlength=classes), device=self.device)
-        means = (sums / counts[:, None]).repeat_interleave(self.per_class, 0)
-        return means + NOISE * torch.as_tensor(random.normal(size=means.shape)).to(means)
+        noise = random.normal(size=(self.per_class * classes, self.n_features_in_))
+        return noisy_means(sums / counts[:, None], self.per_class, torch.as_tensor(noise).to(sums))
 
     def predict_proba(self, X: Any) -> Array:
         """The probability of each class, (N, C)."""

@@ -1,4 +1,4 @@
-"""Small classifiers, and how one is trained from scratch by a solver that knows nothing of a run."""
+"""Small classifiers of vectors: how they are built, trained to the end and judged, and how steep their loss can be."""
 
 from __future__ import annotations
 
@@ -15,6 +15,18 @@ from nhgd.problem import Bilevel, Losses
 from nhgd.task._inner_solver import lbfgs
 
 MODELS = ("linear", "mlp")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Samples of one purpose: features (N, P), standardised, and labels (N,)."""
+
+    x: Tensor
+    y: Tensor
+
+    def part(self, which: slice) -> Split:
+        """Some of them."""
+        return Split(self.x[which], self.y[which])
 
 
 @dataclass(frozen=True)
@@ -54,14 +66,30 @@ class Architecture:
     ) -> nn.Module:
         """A new model: zeros where it is linear, else drawn from the seed; global generators are left alone."""
         if self.model == "linear":
-            linear: nn.Linear = nn.utils.skip_init(nn.Linear, features, classes, bias=self.bias, dtype=dtype)
-            for parameter in linear.parameters():
-                nn.init.zeros_(parameter)
-            return linear.to(device)
+            return linear_classifier(features, classes, self.bias, device, dtype)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             layers = nn.Linear(features, self.hidden), nn.Tanh(), nn.Linear(self.hidden, classes)
         return nn.Sequential(*layers).to(device, dtype)
+
+
+def linear_classifier(
+    features: int,
+    classes: int,
+    bias: bool = True,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> nn.Linear:
+    """A linear model at zero."""
+    model: nn.Linear = nn.utils.skip_init(nn.Linear, features, classes, bias=bias, device=device, dtype=dtype)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    return model
+
+
+def softmax_classifier(x: Tensor, classes: int) -> nn.Linear:
+    """A linear model with bias for samples such as x, (N, P), at zero."""
+    return linear_classifier(x.shape[1], classes, device=x.device, dtype=x.dtype)
 
 
 def cross_entropies(scores: Tensor, labels: Tensor) -> Tensor:
@@ -73,6 +101,18 @@ def cross_entropies(scores: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(scores.double(), labels, reduction="none").to(scores.dtype)
 
 
+def mean_cross_entropy(model: nn.Module, v: Any, batch: Any) -> Tensor:
+    """An outer loss: the mean cross-entropy on a batch (x, y, ...)."""
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def fit(
+    model: nn.Module, split: Split, l2: float, tol: float, weights: Tensor | None = None, steps: int = 2000
+) -> float:
+    """Train a classifier to the end, in place; returns the norm of the last gradient. weights: (N,), of the samples."""
+    return lbfgs(_training(model, split, l2, weights), (split.x, split.y), tol, steps)
+
+
 def trained(
     architecture: Architecture, x: Tensor, labels: Tensor, classes: int, l2: float, seed: int = 0, tol: float = 1e-6
 ) -> tuple[nn.Module, float]:
@@ -80,27 +120,62 @@ def trained(
 
     Where `tol` is out of reach, as an MLP's may be, the point reached is kept.
     """
-    x = x.detach().double()
+    split = Split(x.detach().double(), labels)
     model = architecture.build(x.shape[1], classes, seed, x.device)
-
-    def inner(model: nn.Module, v: Tensor, batch: Any) -> Losses:
-        return Losses(F.cross_entropy(model(batch[0]), batch[1], reduction="none"))
-
-    problem = Bilevel(inner, lambda model, v, batch: v.sum(), model, x.new_zeros(1), l2=l2)
     try:
-        norm = lbfgs(problem, (x, labels), tol)
+        norm = fit(model, split, l2, tol)
     except RunError:
-        norm = float(Oracle(problem, [(x, labels)]).gradient().norm())
+        norm = float(Oracle(_training(model, split, l2), [(split.x, split.y)]).gradient().norm())
     return model, norm
+
+
+def _training(model: nn.Module, split: Split, l2: float, weights: Tensor | None = None) -> Bilevel:
+    def inner(model: nn.Module, v: Tensor, batch: Any) -> Losses:
+        return Losses(F.cross_entropy(model(batch[0]), batch[1], reduction="none"), weights)
+
+    return Bilevel(inner, lambda model, v, batch: v.sum(), model, split.x.new_zeros(1), l2=l2)
+
+
+def accuracy(scores: Tensor, labels: Tensor) -> float:
+    """The part of the samples whose highest score is the right one."""
+    return float((scores.argmax(1) == labels).double().mean())
 
 
 @torch.no_grad()
 def accuracy_of(model: nn.Module, x: Tensor, labels: Tensor, batch: int = 10_000) -> float:
-    """The part of the samples that a model classifies rightly, in batches and in the dtype of x."""
-    same = next(model.parameters()).dtype == x.dtype
+    """The part of the samples that a model classifies correctly, in batches and in the dtype of the model."""
+    dtype = next(model.parameters()).dtype
     hits = 0
     for start in range(0, len(x), batch):
-        part = x[start : start + batch]
-        scores = model(part) if same else model(part.to(next(model.parameters()).dtype))
+        scores = model(x[start : start + batch].to(dtype))
         hits += int((scores.argmax(1) == labels[start : start + batch]).sum())
     return hits / len(x)
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, x: Tensor, y: Tensor, batch: int = 10_000) -> float:
+    """The mean cross-entropy, in batches."""
+    total = 0.0
+    for start in range(0, len(x), batch):
+        part = slice(start, start + batch)
+        total += float(F.cross_entropy(model(x[part]), y[part], reduction="sum"))
+    return total / len(x)
+
+
+def largest_curvature(x: Tensor, steps: int | None = None) -> float:
+    """A bound on the largest eigenvalue of the softmax Hessian of samples x, (N, P), with a bias and weights at most 1.
+
+    It is half the largest eigenvalue of mean x x^T.
+
+    Args:
+        steps: of a power iteration, for many samples; None: exactly, in float64, for few.
+    """
+    rows = F.pad(x if steps else x.double(), (0, 1), value=1.0)
+    if steps is None:
+        return 0.5 * float(torch.linalg.matrix_norm(rows, 2)) ** 2 / len(rows)
+    q = torch.ones(rows.shape[1], dtype=rows.dtype, device=rows.device)
+    size = 1.0
+    for _ in range(steps):
+        q = rows.T @ (rows @ (q / q.norm())) / len(rows)
+        size = float(q.norm())
+    return 0.5 * size

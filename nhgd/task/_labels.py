@@ -69,14 +69,14 @@ def with_every_class(labels: Tensor, start: int, stop: int, classes: int) -> Ten
     return order
 
 
-def found(weights: Tensor, wrong: Tensor) -> dict[str, float]:
+def detection_scores(weights: Tensor, wrong: Tensor) -> dict[str, float]:
     """How well low weights point at wrong labels: precision, recall, f1 at weight 0.5, and the area under the ROC curve.
 
     Args:
         weights: (N,), between 0 and 1.
         wrong: (N,), whether the label is wrong.
 
-    >>> found(torch.tensor([0.1, 0.9, 0.2]), torch.tensor([True, False, False]))["recall"]
+    >>> detection_scores(torch.tensor([0.1, 0.9, 0.2]), torch.tensor([True, False, False]))["recall"]
     1.0
     """
     suspect = weights < 0.5

@@ -13,16 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nhgd.algorithm import NHGD
+from nhgd.data.loader import Data
 from nhgd.errors import RunError
 from nhgd.inverse import KFAC
 from nhgd.inverse._learned.automatic import automatic
 from nhgd.problem import Bilevel, Losses
+from nhgd.schedule import Decay
+from nhgd.task._classifier import Split, fit, largest_curvature
 from nhgd.task._inner_solver import lbfgs, newton_cg
-from nhgd.task._softmax import Split, fit
 from nhgd.task._weighting import AbstractWeighting
 from nhgd.variable import Given
 
-EVERY = 5  # a record costs as much as a step, and running means over tens of batches lose little by every fifth
+NESTEROV = 0.9
+FACTOR_EVERY = 5  # a record costs as much as a step, and running means over tens of batches lose little by every fifth
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,21 @@ class WeightedTraining:
         """The noisy ones, then the trusted."""
         return Split(torch.cat([self.noisy.x, self.trusted.x]), torch.cat([self.noisy.y, self.trusted.y]))
 
+    def data(self, batch: int) -> Data:
+        """Inner batches of (x, y, index)."""
+        samples = self.samples
+        return Data(samples.x, samples.y, batch=batch)
+
+    @property
+    def everything(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All of them as one inner batch."""
+        samples = self.samples
+        return samples.x, samples.y, torch.arange(len(samples.y), device=samples.y.device)
+
+    def step_size(self) -> float:
+        """The inverse of the largest curvature that a linear model can have."""
+        return 1.0 / max(largest_curvature(self.samples.x, steps=20), 1e-6)
+
     def problem(self, outer: Callable[[nn.Module, Any, Any], Tensor]) -> Bilevel:
         """The bilevel problem, inner batches (x, y, index), with a loss that judges the model."""
 
@@ -62,20 +80,15 @@ class WeightedTraining:
 
     def solve(self, tol: float, steps: int = 2000) -> float:
         """Bring theta by L-BFGS to where the inner gradient is at most `tol`, in place; returns its norm."""
-        return lbfgs(self._potential(), self._everything, tol, steps)
+        return lbfgs(self._potential(), self.everything, tol, steps)
 
     def solve_exactly(self, tol: float) -> float:
         """The same by Newton's method, which a small ridge does not slow down; by L-BFGS where that fails."""
         teacher = self.problem(lambda model, v, batch: self.noisy.x.sum())
         try:
-            return newton_cg(self._potential(), self._everything, tol, teacher)
+            return newton_cg(self._potential(), self.everything, tol, teacher)
         except RunError:
             return self.solve(tol)
-
-    @property
-    def _everything(self) -> tuple[Tensor, Tensor, Tensor]:
-        split = self.samples
-        return split.x, split.y, torch.arange(len(split.y), device=split.y.device)
 
     def _potential(self) -> Bilevel:
         """Weights may depend on the losses. Then not the weighted losses but their potential is least at the solution."""
@@ -110,12 +123,20 @@ def _as_far_as_possible(work: Callable[[], float]) -> None:
         work()
 
 
-def momentum(factor: float) -> Callable[..., torch.optim.SGD]:
-    """SGD with Nesterov's momentum, as an optimiser of a solver."""
-    return partial(torch.optim.SGD, momentum=factor, nesterov=True)
+def inner_settings(lr: float, momentum: float = NESTEROV) -> dict[str, Any]:
+    """Inner steps of a solver, with Nesterov's momentum and then a size that falls to a tenth; 0: plain steps of one size."""
+    if not momentum:
+        return {"inner_lr": lr, "inner_optimizer": None}
+    nesterov = partial(torch.optim.SGD, momentum=momentum, nesterov=True)
+    return {"inner_lr": Decay(lr, final=0.1, hold=0.3), "inner_optimizer": nesterov}
 
 
-def suited(problem: Bilevel) -> NHGD:
+def outer_settings(lr: float = 0.05) -> dict[str, Any]:
+    """Outer steps of a solver: Adam's, with a size that falls to a twentieth."""
+    return {"outer_lr": Decay(lr, final=0.05, hold=0.3), "outer_optimizer": torch.optim.Adam}
+
+
+def nhgd_for(problem: Bilevel) -> NHGD:
     """NHGD for such a problem: K-FAC learns from every fifth step, where the model has layers for it."""
     inverse = automatic(problem.theta)
-    return NHGD(KFAC(factor_every=EVERY) if isinstance(inverse, KFAC) else inverse)
+    return NHGD(KFAC(factor_every=FACTOR_EVERY) if isinstance(inverse, KFAC) else inverse)

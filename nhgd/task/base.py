@@ -1,4 +1,4 @@
-"""What a task is: a problem with its data, its metrics and its settings."""
+"""What a task is: settings with named presets, and, once built, a problem with its data and its metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from nhgd._randomness import Randomness
 from nhgd._registry import summary
-from nhgd._solution import Metrics, Solution
+from nhgd._solution import Solution
 from nhgd._solver import Solver
 from nhgd._validation import Validated, validated
 from nhgd.algorithm import AbstractAlgorithm, resolve
@@ -26,50 +26,72 @@ from nhgd.task._setting import convert, kinds
 T = TypeVar("T", bound="AbstractTask")
 
 
-@dataclass(frozen=True)
-class Instance:
-    """A task with data, ready to be solved or checked.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Instance(ABC):
+    """A task with data, ready to be solved or checked. Each task has a subclass of its own.
 
     Attributes:
         problem, inner_data, outer_data: what a `Solver` takes.
-        solver: settings of the `Solver` that suit this task (inner_steps, step sizes, projections).
-        plain: of those, what methods that take plain gradient steps alone have in their place.
+        full_inner, full_outer: all inner and all outer data as one batch each.
         method, steps: what to run when the user does not say.
         method_settings: settings for those methods that have them, such as how many batches to average over.
-        methods: methods made for this task, by the name they replace; any other name means what it means everywhere.
-        metrics: (theta, v) -> numbers for the history.
-        summary: the numbers a run is judged by, from its solution; outer_loss and inner_loss among them.
-        full_inner, full_outer: all inner and all outer data as one batch each.
-        solve_inner: brings theta to the inner optimum at the current v, in place.
-        extra: what else a task knows about itself, such as closed-form answers.
-        pictures: draws what v has become into files of a folder and returns their paths.
     """
 
     problem: Bilevel
     inner_data: Iterable[Batch]
     outer_data: Iterable[Batch]
-    solver: dict[str, Any]
-    method: str
-    steps: int
-    metrics: Metrics | None
-    summary: Callable[[Solution], dict[str, float]]
     full_inner: Batch
     full_outer: Batch
-    solve_inner: Callable[[], float]
-    extra: Any = None
-    method_settings: dict[str, Any] = field(default_factory=dict)
-    methods: dict[str, AbstractAlgorithm] = field(default_factory=dict)
-    pictures: Callable[[Path], list[Path]] | None = None
-    plain: dict[str, Any] = field(default_factory=dict)
+    method: str = "nhgd"
+    steps: int = 100
+    method_settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def suited(self, algorithm: AbstractAlgorithm) -> dict[str, Any]:
+    @abstractmethod
+    def solver_settings(self) -> dict[str, Any]:
+        """The settings of the `Solver` that suit this task: inner_steps, step sizes, projections."""
+
+    def plain_sgd_settings(self) -> dict[str, Any]:
+        """What replaces some of them for methods that can take plain gradient steps only."""
+        return {}
+
+    def settings_for(self, algorithm: AbstractAlgorithm) -> dict[str, Any]:
         """The settings of the solver that suit this task and a method."""
-        return self.solver | (self.plain if algorithm.plain else {})
+        return self.solver_settings() | (self.plain_sgd_settings() if algorithm.plain else {})
+
+    def methods(self) -> Mapping[str, AbstractAlgorithm]:
+        """Methods made for this task, by the name they replace; any other name means what it means everywhere."""
+        return {}
+
+    def metrics(self, theta: Any, v: Any) -> dict[str, float]:
+        """Numbers for the history."""
+        return {}
+
+    def summary(self, solution: Solution) -> dict[str, float]:
+        """The numbers a run is judged by; outer_loss and inner_loss among them."""
+        with torch.no_grad():
+            return self.losses() | self.metrics(self.problem.theta.given, self.problem.v.given)
+
+    def losses(self) -> dict[str, float]:
+        """Both losses where theta and v are now, on all data."""
+        with torch.no_grad():
+            return {
+                "outer_loss": float(self.problem.outer_value(self.full_outer)),
+                "inner_loss": float(self.problem.objective(self.full_inner)),
+            }
+
+    @abstractmethod
+    def solve_inner(self) -> float:
+        """Bring theta to the inner optimum at the current v, in place; returns the norm of the last inner gradient."""
+
+    def pictures(self, folder: Path) -> list[Path]:
+        """Draw what v has become into files of a folder; their paths."""
+        return []
 
     def algorithm(self, method: str | None = None) -> AbstractAlgorithm:
         """A method by name, ready for this problem and with the settings that suit the task."""
         name = self.method if method is None else method
-        found = (self.methods[name] if name in self.methods else resolve(name)).prepared(self.problem)
+        own = self.methods()
+        found = (own[name] if name in own else resolve(name)).prepared(self.problem)
         known = {f.name for f in fields(found)}
         return replace(found, **{key: value for key, value in self.method_settings.items() if key in known})
 
@@ -92,7 +114,7 @@ class Instance:
             seed=seed,
             execution=execution,
             metrics=self.metrics,
-            **(self.suited(algorithm) | settings),
+            **(self.settings_for(algorithm) | settings),
         )
 
 
@@ -148,10 +170,16 @@ class AbstractTask(Validated, ABC):
                 raise unknown(f"setting of {self.name}", key, known)
         return replace(self, **{key: convert(key, value, known[key]) for key, value in settings.items()})
 
+    def check_choices(self, **choices: Iterable[str]) -> None:
+        """Refuse a setting, by name, whose value is none of its choices."""
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise unknown(f"{name} of {self.name}", getattr(self, name), known)
+
     def refuse_data(self, data: str | Path | None) -> None:
         """For tasks that read no files: a folder that would be ignored is an error."""
         if data is not None:
-            raise InputError(f"{self.name} reads no files, so --data would be ignored. Leave it away.")
+            raise InputError(f"{self.name} reads no files, so --data would be ignored. Omit it.")
 
     @classmethod
     def summary(cls) -> str:

@@ -14,27 +14,24 @@ from torch import Tensor, nn
 
 from nhgd._randomness import Randomness
 from nhgd._solution import Row, Solution
-from nhgd.data.bundled import digits
-from nhgd.data.idx import find, read_images
+from nhgd.algorithm import AbstractAlgorithm
 from nhgd.data.loader import Data
-from nhgd.errors import InputError, counted, not_negative, positive, unknown
+from nhgd.errors import InputError, counted, not_negative, positive
 from nhgd.execution import Inline
 from nhgd.inverse._krylov.spectrum import largest_eigenvalue
 from nhgd.loop.loop import Loop
 from nhgd.loop.settings import LoopSettings
 from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
-from nhgd.schedule import Decay
-from nhgd.task._classifier import Architecture
-from nhgd.task._labels import NOISES, corrupt, found, with_every_class
-from nhgd.task._softmax import Split, accuracy, largest_curvature
-from nhgd.task._weighted_training import WeightedTraining, momentum, suited
+from nhgd.task._classifier import Architecture, Split, accuracy, mean_cross_entropy
+from nhgd.task._images import CLASSES, mean_and_deviation, read
+from nhgd.task._labels import NOISES, corrupt, detection_scores, with_every_class
+from nhgd.task._weighted_training import WeightedTraining, inner_settings, nhgd_for, outer_settings
 from nhgd.task._weighting import WEIGHTINGS
 from nhgd.task.base import AbstractTask, Instance
 
-CLASSES = 10
 DATASETS = ("auto", "digits", "mnist")
-RISE, GAP = 0.1, 0.5  # from where on a run is said to overfit
+WORST_RISE, WORST_GAP = 0.1, 0.5  # beyond either, a run is said to overfit
 
 
 @dataclass(frozen=True)
@@ -143,15 +140,13 @@ class Cleaning(AbstractTask):
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("dataset", DATASETS),
-            ("noise_kind", NOISES),
-            ("weights", tuple(WEIGHTINGS)),
-            ("outer", ("adam", "sgd")),
-            ("dtype", ("float32", "float64")),
-        ):
-            if getattr(self, name) not in known:
-                raise unknown(f"{name} of cleaning", getattr(self, name), known)
+        self.check_choices(
+            dataset=DATASETS,
+            noise_kind=NOISES,
+            weights=WEIGHTINGS,
+            outer=("adam", "sgd"),
+            dtype=("float32", "float64"),
+        )
         counted("cleaning", batch=self.batch, inner_steps=self.inner_steps)
         not_negative("cleaning", l2=self.l2)
         for name in ("inner_lr", "outer_lr"):
@@ -181,49 +176,15 @@ class Cleaning(AbstractTask):
     def load(self, seed: int, device: torch.device, data: str | Path | None = None) -> LabelSets:
         """Read the data set, split it and make some of the training labels wrong."""
         generator = torch.Generator().manual_seed(seed)
-        if self.dataset == "digits" and data is not None:
-            raise InputError(
-                "The digits come with scikit-learn, so --data would be ignored. Leave it or dataset=digits away."
-            )
-        folder = find("mnist", data, cached=self.dataset == "mnist") if self.dataset != "digits" else None
-        if folder is None:
-            if self.dataset == "mnist":
-                raise InputError(
-                    "MNIST was asked for, but no folder was named. Download it with `nhgd data fetch mnist`, or point --data"
-                    " or NHGD_DATA at its IDX files."
-                )
-            x, y = digits()
-            order = torch.randperm(len(x), generator=generator)
-            x, y = x[order], y[order]
-            sizes = (self.train or 1000, self.trusted or 200, self.evaluation or 200)
-            x_test, y_test = x[sum(sizes) :], y[sum(sizes) :]
-        else:
-            images = read_images(folder)
-            x = torch.from_numpy(images.train_images.copy()).flatten(1).float() / 255
-            y = torch.from_numpy(images.train_labels.copy()).long()
-            order = torch.randperm(len(x), generator=generator)
-            x, y = x[order], y[order]
-            sizes = (self.train or len(x) * 5 // 6, self.trusted or len(x) // 12, self.evaluation or len(x) // 12)
-            x_test = torch.from_numpy(images.test_images.copy()).flatten(1).float() / 255
-            y_test = torch.from_numpy(images.test_labels.copy()).long()
-        if sum(sizes) > len(x) or len(x_test) == 0:
-            raise InputError(
-                f"cleaning: train + trusted + evaluation is {sum(sizes)}, but there are only {len(x)} samples"
-                f"{' and some must be left for testing' if folder is None else ''}."
-            )
-        n, m, e = sizes
-        if m < CLASSES or e < 1:
-            raise InputError(
-                f"cleaning: {len(x)} samples are too few to set {CLASSES} trusted ones and some for evaluation aside. Give more."
-            )
+        images = read(self.dataset, "mnist", data)
+        order = torch.randperm(len(images.x), generator=generator)
+        x, y = images.x[order], images.y[order]
+        n, m, e = self._sizes(len(x), has_test=images.test is not None)
+        x_test, y_test = images.test or (x[n + m + e :], y[n + m + e :])
         if len(y[n : n + m].unique()) < CLASSES:
             order = with_every_class(y, n, n + m, CLASSES)
             x, y = x[order], y[order]
-        mean, deviation = x[:n].mean(), x[:n].std()
-        if not deviation > 0:
-            raise InputError(
-                "cleaning: all pixels of the training images are equal, so there is nothing to learn from."
-            )
+        mean, deviation = mean_and_deviation(x[:n], "cleaning")
         noisy = corrupt(y[:n], self.noise, self.noise_kind, CLASSES, generator)
 
         def split(x: Tensor, y: Tensor) -> Split:
@@ -240,7 +201,23 @@ class Cleaning(AbstractTask):
             pixels=x[:n],
         )
 
-    def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
+    def _sizes(self, samples: int, has_test: bool) -> tuple[int, int, int]:
+        """How many of the samples train, are trusted and evaluate; without a test set of their own, some are left for one."""
+        usual = (samples * 5 // 6, samples // 12, samples // 12) if has_test else (1000, 200, 200)
+        n, m, e = self.train or usual[0], self.trusted or usual[1], self.evaluation or usual[2]
+        if n + m + e > samples - (not has_test):
+            raise InputError(
+                f"cleaning: train + trusted + evaluation is {n + m + e}, but there are only {samples} samples"
+                f"{'' if has_test else ' and some must be left for testing'}."
+            )
+        if m < CLASSES or e < 1:
+            raise InputError(
+                f"cleaning: {samples} samples are too few to set aside {CLASSES} trusted ones and some for evaluation. Give"
+                " more."
+            )
+        return n, m, e
+
+    def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> CleaningInstance:
         """Load the data, set the problem up and bring theta to its start."""
         sets = self.load(seed, device, data)
         weighting = WEIGHTINGS[self.weights](len(sets.train.y))
@@ -248,94 +225,42 @@ class Cleaning(AbstractTask):
         v = weighting.first(self.start, sets.train.x)
         share = self.trusted_inside if self.trusted_inside is not None else 0.5 * weighting.by_loss
         inside = int(share * len(sets.trusted.y))
-        guide, judge = (
-            Split(sets.trusted.x[part], sets.trusted.y[part]) for part in (slice(inside), slice(inside, None))
-        )
+        guide, judge = sets.trusted.part(slice(inside)), sets.trusted.part(slice(inside, None))
         training = WeightedTraining(model, v, weighting, sets.train, guide, self.l2)
-
-        def outer(model: nn.Module, v: Any, batch: Any) -> Tensor:
-            return F.cross_entropy(model(batch[0]), batch[1])
-
-        problem = training.problem(outer)
-        everything = training.samples
-        full_inner = (everything.x, everything.y, torch.arange(len(everything.y), device=device))
+        problem, inner_data = training.problem(mean_cross_entropy), training.data(self.batch)
         full_outer = (judge.x, judge.y)
-        inner_data = Data(everything.x, everything.y, batch=self.batch)
-        inner_lr = self._inner_lr(problem, everything.x, inner_data, seed)
-        warm_up = self.warm_up if self.warm_up is not None else "solved" if weighting.by_loss else 0
+        inner_lr = self._start(training, problem, inner_data, full_outer, seed)
+        return CleaningInstance(
+            problem=problem,
+            inner_data=inner_data,
+            outer_data=Data(*full_outer),
+            full_inner=training.everything,
+            full_outer=full_outer,
+            method_settings={} if self.batches is None else {"batches": self.batches},
+            task=self,
+            sets=sets,
+            training=training,
+            inner_lr=inner_lr,
+        )
+
+    def _start(
+        self, training: WeightedTraining, problem: Bilevel, data: Data, full_outer: tuple[Tensor, Tensor], seed: int
+    ) -> float:
+        """Bring theta to its start, in place; returns the inner step size that suits it."""
+        inner_lr = self._inner_lr(training, problem, data, seed)
+        warm_up = self.warm_up if self.warm_up is not None else "solved" if training.weighting.by_loss else 0
         if warm_up == "solved":
             training.start_solved()
             if self.model != "linear":  # a step that suits the first theta may be too long where the run begins
-                inner_lr = min(inner_lr, self._inner_lr(problem, everything.x, inner_data, seed))
-        inner: dict[str, Any] = {
-            "inner_lr": Decay(inner_lr, final=0.1, hold=0.3) if self.momentum else inner_lr,
-            "inner_optimizer": momentum(self.momentum) if self.momentum else None,
-        }
-        if isinstance(warm_up, int) and warm_up:
+                inner_lr = min(inner_lr, self._inner_lr(training, problem, data, seed))
+        elif isinstance(warm_up, int) and warm_up:
             training.start_from_trusted()
-            with Randomness(seed, device).scope():
-                loop = Loop(problem, inner_data, [full_outer], LoopSettings(**inner), Inline())
+            settings = LoopSettings(**inner_settings(inner_lr, self.momentum))
+            with Randomness(seed, problem.theta.device).scope():
+                loop = Loop(problem, data, [full_outer], settings, Inline())
                 for _ in range(warm_up):
                     loop.inner_step()
-
-        def metrics(theta: nn.Module, v: Any) -> dict[str, float]:
-            z = theta(sets.evaluation.x)
-            return {
-                "evaluation_loss": float(F.cross_entropy(z, sets.evaluation.y)),
-                "evaluation_accuracy": accuracy(z, sets.evaluation.y),
-                "test_accuracy": accuracy(theta(sets.test.x), sets.test.y),
-                **found(self.sample_weights(theta, v, sets), sets.wrong),
-            }
-
-        def summary(solution: Solution) -> dict[str, float]:
-            with problem.guarded(seed=0), torch.no_grad():
-                end = {
-                    "step": solution.stats["steps"],
-                    "outer_loss": float(outer(model, v, full_outer)),
-                    **metrics(model, v),
-                }
-                inner_loss = float(problem.objective(full_inner))
-            rows = [*(row for row in solution.history if "evaluation_loss" in row), end]
-            best = min(rows, key=lambda row: row["evaluation_loss"])
-            chosen = ("test_accuracy", "f1", "auc", "precision", "recall")
-            return {
-                "outer_loss": end["outer_loss"],
-                "inner_loss": inner_loss,
-                **{key: best[key] for key in chosen},
-                "selected_step": best["step"],
-                **{f"final_{key}": end[key] for key in chosen},
-                "evaluation_loss": best["evaluation_loss"],
-                "final_evaluation_loss": end["evaluation_loss"],
-                **overfitting(rows[0], best, end, weighting.by_loss),
-                "wrong_labels": float(sets.wrong.sum()),
-            }
-
-        outer_lr = self.outer_lr or (0.03 if self.weights == "net" else 0.05)
-        solver = {
-            "inner_steps": self.inner_steps,
-            **inner,
-            "outer_lr": Decay(outer_lr, final=0.05, hold=0.3) if self.outer == "adam" else outer_lr,
-            "outer_optimizer": torch.optim.Adam if self.outer == "adam" else None,
-            "project_v": weighting.box,
-        }
-
-        return Instance(
-            problem,
-            inner_data,
-            Data(judge.x, judge.y),
-            solver,
-            "nhgd",
-            100,
-            metrics,
-            summary,
-            full_inner,
-            full_outer,
-            lambda: training.solve_exactly(3e-3 if self.dtype == "float32" else 1e-6),
-            sets,
-            {} if self.batches is None else {"batches": self.batches},
-            {"nhgd": suited(problem)},
-            plain={"inner_lr": inner_lr, "inner_optimizer": None},
-        )
+        return inner_lr
 
     def _model(self, x: Tensor, seed: int) -> nn.Module:
         if not callable(self.model):
@@ -356,12 +281,12 @@ class Cleaning(AbstractTask):
             )
         return model
 
-    def _inner_lr(self, problem: Bilevel, x: Tensor, data: Data, seed: int) -> float:
+    def _inner_lr(self, training: WeightedTraining, problem: Bilevel, data: Data, seed: int) -> float:
         if self.inner_lr is not None:
             return self.inner_lr
         if self.model == "linear":
-            return 1.0 / largest_curvature(x)
-        with Randomness(seed, x.device).scope():
+            return training.step_size()
+        with Randomness(seed, problem.theta.device).scope():
             batch = next(iter(data))
         top = largest_eigenvalue(Oracle(problem, [batch]), problem.theta.flat(), 20)
         return 0.5 / top if top > 0 else 0.01
@@ -371,6 +296,81 @@ class Cleaning(AbstractTask):
         losses = F.cross_entropy(model(sets.train.x), sets.train.y, reduction="none")
         index = torch.arange(len(losses), device=losses.device)
         return WEIGHTINGS[self.weights](len(losses)).weights(v, losses, index)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CleaningInstance(Instance):
+    """The problem with its splits.
+
+    Attributes:
+        task: what it was built from.
+        sets: the four splits.
+        training: the inner problem.
+        inner_lr: the first inner step size.
+    """
+
+    task: Cleaning
+    sets: LabelSets
+    training: WeightedTraining
+    inner_lr: float
+
+    def solver_settings(self) -> dict[str, Any]:
+        """Momentum inside and Adam outside, or what the task says."""
+        task = self.task
+        outer_lr = task.outer_lr or (0.03 if task.weights == "net" else 0.05)
+        return {
+            "inner_steps": task.inner_steps,
+            **inner_settings(self.inner_lr, task.momentum),
+            **(outer_settings(outer_lr) if task.outer == "adam" else {"outer_lr": outer_lr, "outer_optimizer": None}),
+            "project_v": self.training.weighting.box,
+        }
+
+    def plain_sgd_settings(self) -> dict[str, Any]:
+        """No momentum."""
+        return inner_settings(self.inner_lr, momentum=0)
+
+    def methods(self) -> dict[str, AbstractAlgorithm]:
+        """nhgd that learns from every fifth inner step."""
+        return {"nhgd": nhgd_for(self.problem)}
+
+    def metrics(self, theta: nn.Module, v: Any) -> dict[str, float]:
+        """On the evaluation split and the test set, and how well wrong labels are found."""
+        evaluation, test = self.sets.evaluation, self.sets.test
+        z = theta(evaluation.x)
+        return {
+            "evaluation_loss": float(F.cross_entropy(z, evaluation.y)),
+            "evaluation_accuracy": accuracy(z, evaluation.y),
+            "test_accuracy": accuracy(theta(test.x), test.y),
+            **detection_scores(self.task.sample_weights(theta, v, self.sets), self.sets.wrong),
+        }
+
+    def summary(self, solution: Solution) -> dict[str, float]:
+        """The numbers of the outer step that the evaluation split chooses, and those of the last one as final_*."""
+        with self.problem.guarded(seed=0), torch.no_grad():
+            losses = self.losses()
+            end = {
+                "step": solution.stats["steps"],
+                "outer_loss": losses["outer_loss"],
+                **self.metrics(self.training.model, self.training.v),
+            }
+        rows = [*(row for row in solution.history if "evaluation_loss" in row), end]
+        best = min(rows, key=lambda row: row["evaluation_loss"])
+        chosen = ("test_accuracy", "f1", "auc", "precision", "recall")
+        return {
+            **losses,
+            **{key: best[key] for key in chosen},
+            "selected_step": best["step"],
+            **{f"final_{key}": end[key] for key in chosen},
+            "evaluation_loss": best["evaluation_loss"],
+            "final_evaluation_loss": end["evaluation_loss"],
+            **overfitting(rows[0], best, end, self.training.weighting.by_loss),
+            "wrong_labels": float(self.sets.wrong.sum()),
+        }
+
+    def solve_inner(self) -> float:
+        """By Newton's method."""
+        return self.training.solve_exactly(3e-3 if self.task.dtype == "float32" else 1e-6)
 
 
 def overfitting(first: Row, best: Row, end: Row, by_loss: bool) -> dict[str, float]:
@@ -393,13 +393,13 @@ def overfitting(first: Row, best: Row, end: Row, by_loss: bool) -> dict[str, flo
     fell = end["outer_loss"] < best["outer_loss"]
     rise = float(end["evaluation_loss"] / best["evaluation_loss"] - 1) if fell else 0.0
     gap = float(first["outer_loss"] / first["evaluation_loss"] - end["outer_loss"] / end["evaluation_loss"])
-    if rise > RISE or gap > GAP:
+    if rise > WORST_RISE or gap > WORST_GAP:
         remedy = "" if by_loss else ", or weights=loss, which has two parameters in place of one for each sample"
         warnings.warn(
             "The weights overfit the trusted samples: at the end the loss is"
             f" {end['outer_loss']:.3g} on those and {end['evaluation_loss']:.3g} on the evaluation split, where it was"
             f" {best['evaluation_loss']:.3g} after step {best['step']:g}. Use the numbers of that step, which are those"
-            f" without final_. Against it help fewer outer steps, more trusted samples{remedy}.",
+            f" without final_. To reduce overfitting, use fewer outer steps or more trusted samples{remedy}.",
             OverfittingWarning,
             stacklevel=2,
         )

@@ -8,24 +8,30 @@ from pathlib import Path
 from typing import Any, ClassVar, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nhgd._solution import Solution
-from nhgd.algorithm import NHGD
-from nhgd.data.bundled import digits
-from nhgd.data.idx import find, read_images
+from nhgd.algorithm import NHGD, AbstractAlgorithm
 from nhgd.data.loader import Data
-from nhgd.errors import InputError, counted, positive, unknown
+from nhgd.errors import InputError, counted, positive
 from nhgd.inverse import KFAC, FisherWindow
 from nhgd.plot.png import grid, write_png
 from nhgd.problem import Bilevel, Losses
 from nhgd.schedule import Decay
-from nhgd.task._classifier import Architecture, accuracy_of, cross_entropies, trained
+from nhgd.task._classifier import (
+    Architecture,
+    accuracy_of,
+    cross_entropies,
+    largest_curvature,
+    mean_cross_entropy,
+    mean_loss,
+    trained,
+)
+from nhgd.task._images import CLASSES, mean_and_deviation, read
 from nhgd.task._inner_solver import lbfgs
 from nhgd.task.base import AbstractTask, Instance
 
-CLASSES = 10
+DIGITS_TEST = 500  # of the digits, which have no test set of their own
 DATASETS = ("auto", "digits", "mnist", "fashion-mnist")
 STARTS = ("auto", "mean", "real", "noise")
 NOISE = 0.1  # of a pixel's deviation: images of one class must differ, or they stay equal
@@ -130,20 +136,13 @@ class Distillation(AbstractTask):
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("dataset", DATASETS),
-            ("start", STARTS),
-            ("outer", ("adam", "sgd")),
-            ("dtype", ("float32", "float64")),
-        ):
-            if getattr(self, name) not in known:
-                raise unknown(f"{name} of distillation", getattr(self, name), known)
+        self.check_choices(dataset=DATASETS, start=STARTS, outer=("adam", "sgd"), dtype=("float32", "float64"))
         sizes = {name: getattr(self, name) for name in ("batch", "outer_batch", "inner_steps")}
         counted("distillation", per_class=self.per_class, **{k: n for k, n in sizes.items() if n is not None})
         positive("distillation", l2=self.l2, outer_lr=self.outer_lr)
         if self.inner_lr is not None:
             positive("distillation", inner_lr=self.inner_lr)
-        self._architecture()
+        _ = self.architecture  # which looks at its own settings
 
     @property
     def threads(self) -> int | None:
@@ -151,48 +150,28 @@ class Distillation(AbstractTask):
         small = self.outer_batch is not None and self.outer_batch <= 10_000
         return 1 if self.model == "linear" and small else None
 
-    def _architecture(self) -> Architecture:
+    @property
+    def architecture(self) -> Architecture:
+        """The model."""
         return Architecture(self.model, self.bias, self.hidden)
 
     def load(self, seed: int, device: torch.device, data: str | Path | None = None) -> ImageSets:
         """Read the data set and bring it into a random order."""
         generator = torch.Generator().manual_seed(seed)
-        if self.dataset == "digits" and data is not None:
-            raise InputError(
-                "The digits come with scikit-learn, so --data would be ignored. Leave it or dataset=digits away."
-            )
-        name = "fashion-mnist" if self.dataset == "auto" else self.dataset
-        named = self.dataset in ("mnist", "fashion-mnist")
-        folder = find(name, data, cached=named) if self.dataset != "digits" else None
-        if folder is None:
-            if named:
-                raise InputError(
-                    f"{name} was asked for, but no folder was named. Download it with `nhgd data fetch {name}`, or point"
-                    " --data or NHGD_DATA at its IDX files."
-                )
-            x, y = digits()
-            order = torch.randperm(len(x), generator=generator)
-            train, test = order[500:], order[:500]
-            x_test, y_test = x[test], y[test]
-        else:
-            files = read_images(folder)
-            x, y = _tensors(files.train_images, files.train_labels)
-            x_test, y_test = _tensors(files.test_images, files.test_labels)
-            train = torch.randperm(len(x), generator=generator)
-        x, y = x[train], y[train]
-        mean, deviation = float(x.mean()), float(x.std())
-        if not deviation > 0:
-            raise InputError(
-                "distillation: all pixels of the training images are equal, so there is nothing to learn from."
-            )
+        images = read(self.dataset, "fashion-mnist", data)
+        train = torch.randperm(len(images.x), generator=generator)
+        x_test, y_test = images.test or (images.x[train[:DIGITS_TEST]], images.y[train[:DIGITS_TEST]])
+        train = train[0 if images.test else DIGITS_TEST :]
+        x, y = images.x[train], images.y[train]
+        mean, deviation = (float(number) for number in mean_and_deviation(x, "distillation"))
         found = torch.bincount(y, minlength=CLASSES)
         rarest = int(found[:CLASSES].argmin())
         if found[rarest] == 0:
             raise InputError(f"distillation: the training set has no sample of class {rarest}.")
         if self.per_class > found[rarest]:
             raise InputError(
-                f"distillation: per_class is {self.per_class}, but class {rarest} has {int(found[rarest])} training samples"
-                " only. Ask for at most as many, or for far fewer."
+                f"distillation: per_class is {self.per_class}, but class {rarest} has only {int(found[rarest])} training samples."
+                " Ask for at most as many, or for far fewer."
             )
         dtype = getattr(torch, self.dtype)
         return ImageSets(
@@ -205,70 +184,30 @@ class Distillation(AbstractTask):
             torch.arange(CLASSES, device=device).repeat_interleave(self.per_class),
         )
 
-    def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
+    def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> DistillationInstance:
         """Load the data and set the problem up."""
         sets = self.load(seed, device, data)
-        architecture, labels = self._architecture(), sets.labels
+        labels = sets.labels
         generator = torch.Generator().manual_seed(seed + 1)
         random = sets.x[some_of_each(sets.y, CLASSES, self.per_class, generator)]
         v = self._first(sets, random, generator)
-        model = architecture.build(sets.x.shape[1], CLASSES, seed, device, sets.x.dtype)
-        problem = distilling(model, v, self.l2)
+        model = self.architecture.build(sets.x.shape[1], CLASSES, seed, device, sets.x.dtype)
         full_inner = (labels, torch.arange(len(labels), device=device))
-        full_outer = (sets.x, sets.y)
-
-        def metrics(theta: nn.Module, v: Tensor) -> dict[str, float]:
-            return {"loop_test_accuracy": accuracy_of(theta, sets.x_test, sets.y_test)}
-
-        def from_scratch(architecture: Architecture, images: Tensor) -> tuple[float, float]:
-            tol = 1e-6 if architecture.model == "linear" else 1e-4  # an MLP takes long to get below
-            new, norm = trained(architecture, images, labels, CLASSES, self.l2, seed, tol)
-            return accuracy_of(new.to(sets.x.dtype), sets.x_test, sets.y_test), norm
-
-        def summary(solution: Solution) -> dict[str, float]:
-            accuracy, norm = from_scratch(architecture, v)
-            with torch.no_grad():
-                inner_loss = float(problem.objective(full_inner))
-            return {
-                "outer_loss": mean_loss(model, sets.x, sets.y),
-                "inner_loss": inner_loss,
-                "test_accuracy": accuracy,
-                **metrics(model, v),
-                "other_test_accuracy": from_scratch(architecture.other, v)[0],
-                "random_test_accuracy": from_scratch(architecture, random)[0],
-                "scratch_gradient": norm,
-                "images": float(len(labels)),
-            }
-
-        def pictures(folder: Path) -> list[Path]:
-            return [write_png(folder / "images.png", page(v.detach(), self.per_class, sets.shape))]
-
-        solver = {
-            "inner_steps": self.inner_steps or 20,
-            "inner_lr": 0.5 / largest_curvature(v) if self.inner_lr is None else self.inner_lr,
-            "outer_lr": Decay(self.outer_lr),
-            "outer_optimizer": torch.optim.Adam if self.outer == "adam" else None,
-            "metrics_every": 10,
-        }
-        if self.box:
-            solver["project_v"] = (-sets.mean / sets.deviation, (1 - sets.mean) / sets.deviation)
-        tol = 1e-4 if self.dtype == "float32" else 1e-8
-        return Instance(
-            problem,
-            Data(labels, batch=self.batch),
-            Data(sets.x, sets.y, batch=self.outer_batch, shuffle=False),
-            solver,
-            "nhgd",
-            1000 if len(sets.y) > 10_000 else 200,
-            metrics,
-            summary,
-            full_inner,
-            full_outer,
-            lambda: lbfgs(problem, full_inner, tol),
-            sets,
-            {} if self.batches is None else {"batches": self.batches},
-            {"nhgd": suited(len(labels), CLASSES, self.batch, self.inner_steps)},
-            pictures,
+        return DistillationInstance(
+            problem=distilling(model, v, self.l2),
+            inner_data=Data(labels, batch=self.batch),
+            outer_data=Data(sets.x, sets.y, batch=self.outer_batch, shuffle=False),
+            full_inner=full_inner,
+            full_outer=(sets.x, sets.y),
+            steps=1000 if len(sets.y) > 10_000 else 200,
+            method_settings={} if self.batches is None else {"batches": self.batches},
+            task=self,
+            seed=seed,
+            sets=sets,
+            model=model,
+            v=v,
+            random=random,
+            inner_lr=0.5 / largest_curvature(v) if self.inner_lr is None else self.inner_lr,
         )
 
     def _first(self, sets: ImageSets, random: Tensor, generator: torch.Generator) -> Tensor:
@@ -276,11 +215,85 @@ class Distillation(AbstractTask):
         start = self.start if self.start != "auto" else "mean" if self.per_class < 20 else "real"
         if start == "real":
             return random.clone()
-        noise = NOISE * torch.randn(random.shape, generator=generator, dtype=torch.float64).to(random)
+        noise = torch.randn(random.shape, generator=generator, dtype=torch.float64).to(random)
         if start == "noise":
-            return noise
+            return NOISE * noise
         means = torch.stack([sets.x[sets.y == c].mean(0) for c in range(CLASSES)])
-        return means.repeat_interleave(self.per_class, 0) + noise
+        return noisy_means(means, self.per_class, noise)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DistillationInstance(Instance):
+    """The problem with its data.
+
+    Attributes:
+        task, seed: what it was built from.
+        sets: the training and the test set.
+        model, v: theta, and the images.
+        random: as many random training images, (n C, P).
+        inner_lr: the first inner step size.
+    """
+
+    task: Distillation
+    seed: int
+    sets: ImageSets
+    model: nn.Module
+    v: Tensor
+    random: Tensor
+    inner_lr: float
+
+    def solver_settings(self) -> dict[str, Any]:
+        """Adam outside, the pixels kept between black and white."""
+        task, sets = self.task, self.sets
+        black, white = -sets.mean / sets.deviation, (1 - sets.mean) / sets.deviation
+        return {
+            "inner_steps": task.inner_steps or 20,
+            "inner_lr": self.inner_lr,
+            **outer_settings(task.outer_lr, task.outer),
+            "metrics_every": 10,
+            **({"project_v": (black, white)} if task.box else {}),
+        }
+
+    def methods(self) -> dict[str, AbstractAlgorithm]:
+        """nhgd with the inverse that suits the number of images."""
+        return {"nhgd": nhgd_for(len(self.v), CLASSES, self.task.batch, self.task.inner_steps)}
+
+    def metrics(self, theta: nn.Module, v: Tensor) -> dict[str, float]:
+        """The accuracy of the run's own theta."""
+        return {"loop_test_accuracy": accuracy_of(theta, self.sets.x_test, self.sets.y_test)}
+
+    def summary(self, solution: Solution) -> dict[str, float]:
+        """The accuracy of new models trained from scratch, on the images and on as many random ones."""
+        architecture = self.task.architecture
+        found, norm = self._from_scratch(architecture, self.v)
+        with torch.no_grad():
+            inner_loss = float(self.problem.objective(self.full_inner))
+        return {
+            "outer_loss": mean_loss(self.model, self.sets.x, self.sets.y),
+            "inner_loss": inner_loss,
+            "test_accuracy": found,
+            **self.metrics(self.model, self.v),
+            "other_test_accuracy": self._from_scratch(architecture.other, self.v)[0],
+            "random_test_accuracy": self._from_scratch(architecture, self.random)[0],
+            "scratch_gradient": norm,
+            "images": float(len(self.v)),
+        }
+
+    def _from_scratch(self, architecture: Architecture, images: Tensor) -> tuple[float, float]:
+        """The test accuracy of a new model, and the norm of its last gradient."""
+        sets = self.sets
+        tol = 1e-6 if architecture.model == "linear" else 1e-4  # an MLP takes long to get below
+        new, norm = trained(architecture, images, sets.labels, CLASSES, self.task.l2, self.seed, tol)
+        return accuracy_of(new.to(sets.x.dtype), sets.x_test, sets.y_test), norm
+
+    def pictures(self, folder: Path) -> list[Path]:
+        """images.png."""
+        return [write_png(folder / "images.png", page(self.v.detach(), self.task.per_class, self.sets.shape))]
+
+    def solve_inner(self) -> float:
+        """By L-BFGS."""
+        return lbfgs(self.problem, self.full_inner, 1e-4 if self.task.dtype == "float32" else 1e-8)
 
 
 def distilling(model: nn.Module, v: Tensor, l2: float) -> Bilevel:
@@ -291,13 +304,20 @@ def distilling(model: nn.Module, v: Tensor, l2: float) -> Bilevel:
         scores = model(v[index])
         return Losses(cross_entropies(scores, labels), outputs=scores)
 
-    def outer(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    return Bilevel(inner, outer, model, v, l2=l2, likelihood="categorical")
+    return Bilevel(inner, mean_cross_entropy, model, v, l2=l2, likelihood="categorical")
 
 
-def suited(images: int, classes: int, batch: int | None, inner_steps: int | None) -> NHGD:
+def outer_settings(lr: float, optimiser: str = "adam") -> dict[str, Any]:
+    """Outer steps of a solver, whose size falls to 0."""
+    return {"outer_lr": Decay(lr), "outer_optimizer": torch.optim.Adam if optimiser == "adam" else None}
+
+
+def noisy_means(means: Tensor, per_class: int, noise: Tensor) -> Tensor:
+    """Images to begin with, (n C, P): the mean of each class n times, and a little noise of unit variance, (n C, P)."""
+    return means.repeat_interleave(per_class, 0) + NOISE * noise
+
+
+def nhgd_for(images: int, classes: int, batch: int | None, inner_steps: int | None) -> NHGD:
     """NHGD for so many images: the exact Fisher matrix of all of them where that is small, else K-FAC, refined."""
     kfac = KFAC(fisher="exact", beta=0.5, factor_every=10, invert_every=10)
     if batch is not None and batch < images:
@@ -323,22 +343,6 @@ def some_of_each(y: Tensor, classes: int, count: int, generator: torch.Generator
     return torch.cat(found).to(y.device)
 
 
-@torch.no_grad()
-def mean_loss(model: nn.Module, x: Tensor, y: Tensor, batch: int = 10_000) -> float:
-    """The mean cross-entropy, in batches."""
-    total = 0.0
-    for start in range(0, len(x), batch):
-        part = slice(start, start + batch)
-        total += float(F.cross_entropy(model(x[part]), y[part], reduction="sum"))
-    return total / len(x)
-
-
-def largest_curvature(x: Tensor) -> float:
-    """A bound on the largest eigenvalue of the softmax Hessian of few samples x, (N, P), a bias included."""
-    rows = F.pad(x.double(), (0, 1), value=1.0)
-    return 0.5 * float(torch.linalg.matrix_norm(rows, 2)) ** 2 / len(rows)
-
-
 def page(images: Tensor, columns: int, shape: tuple[int, int]) -> Tensor:
     """Images (n C, P) as one picture, a line for each class, from the darkest to the brightest percentile."""
     low, high = torch.quantile(
@@ -347,9 +351,3 @@ def page(images: Tensor, columns: int, shape: tuple[int, int]) -> Tensor:
     )
     scaled = (images.double() - low) / (high - low).clamp_min(1e-12)
     return grid(scaled.unflatten(1, shape), min(columns, 20), zoom=max(1, 56 // shape[0]))
-
-
-def _tensors(images: Any, labels: Any) -> tuple[Tensor, Tensor]:
-    """Pixels (N, P) between 0 and 1, and labels (N,)."""
-    x = torch.from_numpy(images.copy()).flatten(1).float().div_(255)
-    return x, torch.from_numpy(labels.copy()).long()

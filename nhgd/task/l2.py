@@ -12,13 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nhgd._solution import Solution
 from nhgd.data.bundled import breast_cancer
 from nhgd.data.loader import Data
-from nhgd.errors import InputError, positive, unknown
+from nhgd.errors import InputError, positive
 from nhgd.problem import Bilevel, Losses
+from nhgd.task._classifier import linear_classifier
 from nhgd.task._inner_solver import newton
 from nhgd.task.base import AbstractTask, Instance
+
+BOX = (-12.0, 0.0)  # of v, the logarithm of a ridge
 
 
 @final
@@ -50,9 +52,8 @@ class L2(AbstractTask):
         positive("l2", features=self.features)
         if self.samples < 10:
             raise InputError(f"l2: samples must be at least 10, to be split in three, got {self.samples}.")
-        if self.dataset not in ("breast_cancer", "synthetic"):
-            raise unknown("dataset of l2", self.dataset, ("breast_cancer", "synthetic"))
-        if not -12 <= self.start <= 0:
+        self.check_choices(dataset=("breast_cancer", "synthetic"))
+        if not BOX[0] <= self.start <= BOX[1]:
             raise InputError(f"l2: start is the logarithm of a ridge between exp(-12) and 1, got {self.start}.")
         if self.decoys < 0:
             raise InputError(f"l2: decoys must be 0 or more, got {self.decoys}.")
@@ -73,63 +74,63 @@ class L2(AbstractTask):
         train, validation = int(0.4 * len(x)), int(0.7 * len(x))
         mean, deviation = x[:train].mean(0), x[:train].std(0)
         x = (x - mean) / deviation
-        model = nn.utils.skip_init(nn.Linear, x.shape[1], 1, dtype=torch.float64, device=device)
-        with torch.no_grad():
-            model.weight.zero_()
-            model.bias.zero_()
+        model = linear_classifier(x.shape[1], 1, device=device)
         v = torch.full((x.shape[1] + 1,), self.start, dtype=torch.float64, device=device)
-
-        def inner(model: nn.Module, v: Tensor, batch: Any) -> Losses:
-            z = model(batch[0])[:, 0]
-            return Losses(F.binary_cross_entropy_with_logits(z, batch[1], reduction="none"), outputs=z)
-
-        def outer(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
-            return F.binary_cross_entropy_with_logits(model(batch[0])[:, 0], batch[1])
-
-        def ridge(v: Tensor) -> dict[str, Tensor]:
-            return {"weight": v[:-1].exp(), "bias": v[-1].exp()}
-
-        problem = Bilevel(inner, outer, model, v, l2=ridge, likelihood="bernoulli")
         full_inner = (x[:train], y[:train])
         full_outer = (x[train:validation], y[train:validation])
-        test = (x[validation:], y[validation:])
+        return L2Instance(
+            problem=Bilevel(_inner, _outer, model, v, l2=_ridge, likelihood="bernoulli"),
+            inner_data=Data(*full_inner, batch=self.batch),
+            outer_data=Data(*full_outer),
+            full_inner=full_inner,
+            full_outer=full_outer,
+            method="aid",
+            test=(x[validation:], y[validation:]),
+        )
 
-        def metrics(theta: nn.Module, v: Tensor) -> dict[str, float]:
-            z = theta(test[0])[:, 0]
-            return {
-                "test_loss": float(F.binary_cross_entropy_with_logits(z, test[1])),
-                "test_accuracy": float(((z > 0) == (test[1] > 0.5)).double().mean()),
-            }
 
-        def summary(solution: Solution) -> dict[str, float]:
-            with torch.no_grad():
-                return {
-                    "outer_loss": float(outer(model, v, full_outer)),
-                    "inner_loss": float(problem.objective(full_inner)),
-                    **metrics(model, v),
-                }
+def _inner(model: nn.Module, v: Tensor, batch: Any) -> Losses:
+    z = model(batch[0])[:, 0]
+    return Losses(F.binary_cross_entropy_with_logits(z, batch[1], reduction="none"), outputs=z)
 
-        # The box keeps the largest curvature known, so that one inner step size is stable for every v in it.
-        low, high = -12.0, 0.0
-        rows = F.pad(full_inner[0], (0, 1), value=1.0)
+
+def _outer(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
+    return F.binary_cross_entropy_with_logits(model(batch[0])[:, 0], batch[1])
+
+
+def _ridge(v: Tensor) -> dict[str, Tensor]:
+    return {"weight": v[:-1].exp(), "bias": v[-1].exp()}
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class L2Instance(Instance):
+    """The problem with its test set."""
+
+    test: tuple[Tensor, Tensor]
+
+    def solver_settings(self) -> dict[str, Any]:
+        """One inner step size that is stable for every v in the box, because the box bounds the curvature."""
+        low, high = BOX
+        rows = F.pad(self.full_inner[0], (0, 1), value=1.0)
         top = 0.25 * float(torch.linalg.eigvalsh(rows.T @ rows / len(rows))[-1]) + 2 * math.exp(high)
-        solver = {
+        return {
             "inner_steps": 20,
             "inner_lr": 1.0 / top,
             "outer_lr": 0.1,
             "outer_optimizer": torch.optim.Adam,
             "project_v": (low, high),
         }
-        return Instance(
-            problem,
-            Data(*full_inner, batch=self.batch),
-            Data(*full_outer),
-            solver,
-            "aid",
-            100,
-            metrics,
-            summary,
-            full_inner,
-            full_outer,
-            lambda: newton(problem, full_inner, 1e-12),
-        )
+
+    def metrics(self, theta: nn.Module, v: Tensor) -> dict[str, float]:
+        """Loss and accuracy on the test set."""
+        x, y = self.test
+        z = theta(x)[:, 0]
+        return {
+            "test_loss": float(F.binary_cross_entropy_with_logits(z, y)),
+            "test_accuracy": float(((z > 0) == (y > 0.5)).double().mean()),
+        }
+
+    def solve_inner(self) -> float:
+        """By Newton's method."""
+        return newton(self.problem, self.full_inner, 1e-12)

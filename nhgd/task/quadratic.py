@@ -10,10 +10,10 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
-from nhgd._solution import Solution
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, not_negative, positive
 from nhgd.problem import Bilevel, Losses
+from nhgd.task._classifier import linear_classifier
 from nhgd.task.base import AbstractTask, Instance
 
 
@@ -116,59 +116,54 @@ class Quadratic(AbstractTask):
             rho=self.rho,
         )
 
-        def inner(model: nn.Module, v: Tensor, batch: Any) -> Losses:
-            x, y, side = batch[:3]
-            z = model(x)[:, 0]
-            return Losses(0.5 * (z - y - side @ v).square(), outputs=z)
-
-        def outer(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
-            x, y = batch[:2]
-            misfit: Tensor = 0.5 * (model(x)[:, 0] - y).square().mean()
-            return misfit + 0.5 * self.rho * v.square().sum()
-
-        model = nn.utils.skip_init(nn.Linear, d, 1, bias=False, dtype=torch.float64, device=device)
-        with torch.no_grad():
-            model.weight.zero_()
+        model = linear_classifier(d, 1, bias=False, device=device)
         v = torch.zeros(p, dtype=torch.float64, device=device)
-        problem = Bilevel(inner, outer, model, v, l2=self.l2, likelihood="gaussian")
-        best = answers.v_star()
-        best_value = float(answers.phi(best))
-
-        def metrics(theta: nn.Module, v: Tensor) -> dict[str, float]:
-            return {
-                "v_error": float((v - best).norm() / best.norm()),
-                "true_outer_loss": float(answers.phi(v)),
-                "optimal_outer_loss": best_value,
-            }
-
-        def summary(solution: Solution) -> dict[str, float]:
-            with torch.no_grad():
-                return {
-                    "outer_loss": float(outer(model, v, full_outer)),
-                    "inner_loss": float(problem.objective(full_inner)),
-                    **metrics(model, v),
-                }
-
-        def solve_inner() -> float:
-            problem.theta.assign(answers.theta_star(v.detach()))
-            return float((hessian @ problem.theta.flat() - a.T @ (b + c @ v) / n).norm())
-
-        inner_data = Data(a, b, c, batch=self.batch)
-        outer_data = Data(outer_rows, target)
-        full_inner, full_outer = (a, b, c), (outer_rows, target)
-        top = float(torch.linalg.eigvalsh(hessian)[-1])
-        solver = {"inner_steps": 20, "inner_lr": 1.0 / top, "outer_lr": 0.5}
-        return Instance(
-            problem,
-            inner_data,
-            outer_data,
-            solver,
-            "aid",
-            100,
-            metrics,
-            summary,
-            full_inner,
-            full_outer,
-            solve_inner,
-            answers,
+        return QuadraticInstance(
+            problem=Bilevel(_inner, self._outer, model, v, l2=self.l2, likelihood="gaussian"),
+            inner_data=Data(a, b, c, batch=self.batch),
+            outer_data=Data(outer_rows, target),
+            full_inner=(a, b, c),
+            full_outer=(outer_rows, target),
+            method="aid",
+            answers=answers,
         )
+
+    def _outer(self, model: nn.Module, v: Tensor, batch: Any) -> Tensor:
+        x, y = batch[:2]
+        misfit: Tensor = 0.5 * (model(x)[:, 0] - y).square().mean()
+        return misfit + 0.5 * self.rho * v.square().sum()
+
+
+def _inner(model: nn.Module, v: Tensor, batch: Any) -> Losses:
+    x, y, side = batch[:3]
+    z = model(x)[:, 0]
+    return Losses(0.5 * (z - y - side @ v).square(), outputs=z)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class QuadraticInstance(Instance):
+    """The problem with its answers."""
+
+    answers: ClosedForm
+
+    def solver_settings(self) -> dict[str, Any]:
+        """Inner steps of 1 / lambda_max."""
+        top = float(torch.linalg.eigvalsh(self.answers.hessian)[-1])
+        return {"inner_steps": 20, "inner_lr": 1.0 / top, "outer_lr": 0.5}
+
+    def metrics(self, theta: nn.Module, v: Tensor) -> dict[str, float]:
+        """How far v is from the minimiser of Phi, and Phi at both."""
+        best = self.answers.v_star()
+        return {
+            "v_error": float((v - best).norm() / best.norm()),
+            "true_outer_loss": float(self.answers.phi(v)),
+            "optimal_outer_loss": float(self.answers.phi(best)),
+        }
+
+    def solve_inner(self) -> float:
+        """By the formula."""
+        theta, v = self.problem.theta, self.problem.v.flat()
+        a, b, c = self.full_inner
+        theta.assign(self.answers.theta_star(v))
+        return float((self.answers.hessian @ theta.flat() - a.T @ (b + c @ v) / len(a)).norm())

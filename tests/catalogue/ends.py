@@ -12,7 +12,7 @@ from nhgd.task import Instance
 
 def v_star(instance: Instance) -> Tensor:
     """Where a consistent algorithm ends on the quadratic."""
-    return instance.extra.v_star()
+    return instance.answers.v_star()
 
 
 def ends_with(
@@ -25,7 +25,7 @@ def ends_with(
     """
 
     def end(instance: Instance) -> Tensor:
-        a = instance.extra
+        a = instance.answers
         R = torch.eye(len(a.hessian), dtype=a.hessian.dtype) if reached is None else reached(instance)
         outer, m = a.B.T @ a.B / len(a.B), a.B.T @ (a.B @ R @ a.theta_0 - a.target) / len(a.B)
         v = a.v_star()
@@ -40,13 +40,13 @@ def ends_with(
 
 def identity_matrix(instance: Instance, v: Tensor) -> Tensor:
     """The Hessian that T1-T2 assumes."""
-    return torch.eye(len(instance.extra.hessian), dtype=v.dtype)
+    return torch.eye(len(instance.answers.hessian), dtype=v.dtype)
 
 
 def kfac_matrix(instance: Instance, v: Tensor) -> Tensor:
     """The Hessian that K-FAC assumes on one linear output: its mean squared score times mean a a^T, and the ridge."""
     a, b, c = instance.full_inner
-    scores = a @ instance.extra.theta_star(v) - b - c @ v
+    scores = a @ instance.answers.theta_star(v) - b - c @ v
     eye = torch.eye(a.shape[1], dtype=v.dtype)
     return scores.square().mean() * a.T @ a / len(a) + instance.problem.ridge_diagonal()[0] * eye
 
@@ -54,7 +54,7 @@ def kfac_matrix(instance: Instance, v: Tensor) -> Tensor:
 def fisher_matrix(instance: Instance, v: Tensor) -> Tensor:
     """The empirical Fisher matrix at the inner optimum, and the ridge."""
     a, b, c = instance.full_inner
-    scores = a @ instance.extra.theta_star(v) - b - c @ v
+    scores = a @ instance.answers.theta_star(v) - b - c @ v
     eye = torch.eye(a.shape[1], dtype=v.dtype)
     return (a * scores.square()[:, None]).T @ a / len(a) + instance.problem.ridge_diagonal()[0] * eye
 
@@ -63,8 +63,8 @@ def unrolled_matrix(steps: int) -> Callable[[Instance, Tensor], Tensor]:
     """The Hessian that differentiating through so many gradient steps assumes: its inverse is (I - (I - eta H)^n) H^{-1}."""
 
     def matrix(instance: Instance, v: Tensor) -> Tensor:
-        hessian, eye = instance.extra.hessian, torch.eye(len(instance.extra.hessian), dtype=v.dtype)
-        left = torch.linalg.matrix_power(eye - instance.solver["inner_lr"] * hessian, steps)
+        hessian, eye = instance.answers.hessian, torch.eye(len(instance.answers.hessian), dtype=v.dtype)
+        left = torch.linalg.matrix_power(eye - instance.solver_settings()["inner_lr"] * hessian, steps)
         return hessian @ torch.linalg.inv(eye - left)
 
     return matrix
@@ -73,7 +73,7 @@ def unrolled_matrix(steps: int) -> Callable[[Instance, Tensor], Tensor]:
 def penalty_matrix(multiplier: float) -> Callable[[Instance, Tensor], Tensor]:
     """The Hessian that a penalty with a finite multiplier assumes: H + d2_theta f / multiplier."""
     return lambda instance, v: (
-        instance.extra.hessian + instance.extra.B.T @ instance.extra.B / (len(instance.extra.B) * multiplier)
+        instance.answers.hessian + instance.answers.B.T @ instance.answers.B / (len(instance.answers.B) * multiplier)
     )
 
 
@@ -81,7 +81,7 @@ def neumann_matrix(products: int, phi: float) -> Callable[[Instance, Tensor], Te
     """The Hessian that a Neumann series with so many products assumes: its inverse is phi sum_k (I - phi H)^k."""
 
     def matrix(instance: Instance, v: Tensor) -> Tensor:
-        step = torch.eye(len(instance.extra.hessian), dtype=v.dtype) - phi * instance.extra.hessian
+        step = torch.eye(len(instance.answers.hessian), dtype=v.dtype) - phi * instance.answers.hessian
         return torch.linalg.inv(phi * sum(torch.linalg.matrix_power(step, k) for k in range(products + 1)))
 
     return matrix
@@ -91,8 +91,10 @@ def cold_start(steps: int) -> Callable[[Instance], Tensor]:
     """How much of theta* so many gradient steps from zero reach: I - (I - eta H)^n."""
 
     def reached(instance: Instance) -> Tensor:
-        eye = torch.eye(len(instance.extra.hessian), dtype=instance.extra.hessian.dtype)
-        return eye - torch.linalg.matrix_power(eye - instance.solver["inner_lr"] * instance.extra.hessian, steps)
+        eye = torch.eye(len(instance.answers.hessian), dtype=instance.answers.hessian.dtype)
+        return eye - torch.linalg.matrix_power(
+            eye - instance.solver_settings()["inner_lr"] * instance.answers.hessian, steps
+        )
 
     return reached
 

@@ -70,16 +70,24 @@ class Drawn(AbstractTask):
             torch.zeros(self.size),
         )
         batch = [torch.zeros(4)]
-        return Instance(
-            problem,
-            batch,
-            batch,
-            solver={},
-            method="aid",
-            steps=2,
-            metrics=None,
-            summary=lambda solution: {"outer_loss": solution.history[-1]["outer_loss"], "inner_loss": 0.0},
+        return DrawnInstance(
+            problem=problem,
+            inner_data=batch,
+            outer_data=batch,
             full_inner=batch[0],
             full_outer=batch[0],
-            solve_inner=lambda: 0.0,
+            method="aid",
+            steps=2,
         )
+
+
+class DrawnInstance(Instance):
+    """The problem, which has no metrics of its own."""
+
+    def solver_settings(self) -> dict[str, Any]:
+        """Those of everyone."""
+        return {}
+
+    def solve_inner(self) -> float:
+        """Nothing is left to do."""
+        return 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, final
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from nhgd._solution import Solution
-from nhgd.algorithm import NHGD
+from nhgd.algorithm import NHGD, AbstractAlgorithm
 from nhgd.data.loader import Data
-from nhgd.errors import InputError, counted, not_negative, positive, unknown
+from nhgd.errors import InputError, counted, not_negative, positive
 from nhgd.inverse import FisherWindow
 from nhgd.plot.heat import draw_control, draw_state
 from nhgd.schedule import Decay, Rate
@@ -141,9 +141,7 @@ class PDE(AbstractTask):
             raise InputError(f"pde: pretraining must be 0 or more, got {self.pretraining}.")
         if self.times < 2:
             raise InputError(f"pde: times must be at least 2, got {self.times}.")
-        for name, known in (("inner", ("natural", "adam")), ("dtype", ("float32", "float64"))):
-            if getattr(self, name) not in known:
-                raise unknown(f"{name} of pde", getattr(self, name), known)
+        self.check_choices(inner=("natural", "adam"), dtype=("float32", "float64"))
 
     @property
     def threads(self) -> int | None:
@@ -160,90 +158,115 @@ class PDE(AbstractTask):
         control = TanhNet((1, *[self.control_width] * self.control_depth, 1), seed + 1).to(device, dtype)
         problem = heat.problem(net, control)
         points = heat.collocation((seed,), device, dtype)
-        fresh = heat.collocation((seed, FRESH), device, dtype)
         outer_points = grid(SIDE, self.times).to(device, dtype)
         full_outer = (outer_points, target(*outer_points.T))
-        reference = grid(SIDE, NODES).to(device, dtype)
-        truth = Truth(on_grid(self.nu), continuous(self.nu))
         if self.inner == "natural":
             gauss_newton(problem, points, self.pretraining, floor=self.floor, seed=seed)
         else:
             adam(problem, points, self.pretraining, self.inner_lr)
 
-        def metrics(theta: JetNet, v: TanhNet) -> dict[str, float]:
-            return truth.values(v)
-
-        def summary(solution: Solution) -> dict[str, float]:
-            with torch.no_grad():
-                found = net(reference)
-                on_fresh = heat.inner(net, control, fresh)
-                losses = {
-                    "outer_loss": float(problem.outer_value(full_outer)),
-                    "inner_loss": float(problem.objective(points)),
-                    "objective_net": float((found - target(*reference.T)).square().mean()),
-                }
-            true = state(self.nu, truth.control(control), SIDE).flatten()
-            return {
-                **losses,
-                **truth.values(control),
-                "lower_bound_grid": truth.on_grid.bound(),
-                "lower_bound": truth.continuous.bound(),
-                "state_error": float((found.double().cpu() - true).square().mean()),
-                "fresh_loss": float(on_fresh.mean()),
-                **{
-                    f"fresh_{name}": float(on_fresh.values[fresh[1] == kind].mean())
-                    for kind, name in enumerate(("interior", "sides", "initial"))
-                },
-            }
-
-        def pictures(folder: Path) -> list[Path]:
-            f = truth.control(control)
-            with torch.no_grad():
-                learnt = net(grid(41, 9).to(device, dtype)).double().cpu().reshape(41, 41, 9)
-            true = state(self.nu, f, 41)[:, :, :: (NODES - 1) // 8]
-            shown = [2, 4, 6]  # of nine times
-            times = torch.linspace(0, END, 9, dtype=torch.float64)[shown]
-            line = torch.linspace(0, 1, 41, dtype=torch.float64)
-            wanted = target(*torch.meshgrid(line, line, times, indexing="ij"))
-            return [
-                draw_control(folder / "control.png", truth.on_grid, truth.continuous, f),
-                draw_state(folder / "state.png", learnt[:, :, shown], true[:, :, shown], wanted, times.tolist()),
-            ]
-
-        inverse = FisherWindow(
-            window=len(points[0]), fisher="exact", records="sample", damping=self.damping, allow_large=True
+        return PDEInstance(
+            problem=problem,
+            inner_data=Data(*points),
+            outer_data=Data(*full_outer),
+            full_inner=points,
+            full_outer=full_outer,
+            steps=self.steps,
+            task=self,
+            seed=seed,
+            heat=heat,
+            net=net,
+            control=control,
+            fresh=heat.collocation((seed, FRESH), device, dtype),
+            truth=Truth(on_grid(self.nu), continuous(self.nu)),
         )
-        nhgd = NHGD(inverse, observe="end")
-        if self.inner == "natural":
-            nhgd = NHGD(
-                inverse,
-                observe="end",
-                inner="natural",
-                natural_steps=self.natural_steps,
-                natural_floor=self.floor,
-            )
-        outer_lr: Rate = self.outer_lr if self.hold >= 1 else Decay(self.outer_lr, final=0.05, hold=self.hold)
-        solver = {
-            "inner_steps": self.inner_steps,
-            "inner_lr": self.inner_lr,
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PDEInstance(Instance):
+    """The equation with both networks.
+
+    Attributes:
+        task, seed: what it was built from.
+        heat: the equation.
+        net, control: theta and v.
+        fresh: points that were not trained on.
+        truth: the control's value without any network.
+    """
+
+    task: PDE
+    seed: int
+    heat: Heat
+    net: JetNet
+    control: TanhNet
+    fresh: tuple[Tensor, ...]
+    truth: Truth
+
+    def solver_settings(self) -> dict[str, Any]:
+        """Adam on both levels."""
+        task = self.task
+        outer_lr: Rate = task.outer_lr if task.hold >= 1 else Decay(task.outer_lr, final=0.05, hold=task.hold)
+        return {
+            "inner_steps": task.inner_steps,
+            "inner_lr": task.inner_lr,
             "inner_optimizer": torch.optim.Adam,
             "outer_lr": outer_lr,
             "outer_optimizer": torch.optim.Adam,
-            "outer_clip": self.clip,
+            "outer_clip": task.clip,
         }
-        return Instance(
-            problem,
-            Data(*points),
-            Data(*full_outer),
-            solver,
-            "nhgd",
-            self.steps,
-            metrics,
-            summary,
-            points,
-            full_outer,
-            lambda: gauss_newton(problem, points, 200, floor=self.floor, seed=seed),
-            truth,
-            methods={"nhgd": nhgd},
-            pictures=pictures,
+
+    def methods(self) -> dict[str, AbstractAlgorithm]:
+        """nhgd with the exact Fisher matrix in residual space."""
+        task = self.task
+        inverse = FisherWindow(
+            window=len(self.full_inner[0]), fisher="exact", records="sample", damping=task.damping, allow_large=True
         )
+        nhgd = NHGD(inverse, observe="end")
+        if task.inner == "natural":
+            nhgd = replace(nhgd, inner="natural", natural_steps=task.natural_steps, natural_floor=task.floor)
+        return {"nhgd": nhgd}
+
+    def metrics(self, theta: JetNet, v: TanhNet) -> dict[str, float]:
+        """The true objective of the control."""
+        return self.truth.values(v)
+
+    def summary(self, solution: Solution) -> dict[str, float]:
+        """The network's own objective, the true ones with their bounds, and how well the equation is met."""
+        points = grid(SIDE, NODES).to(self.full_outer[0])
+        with torch.no_grad():
+            found = self.net(points)
+            on_fresh = self.heat.inner(self.net, self.control, self.fresh)
+        true = state(self.task.nu, self.truth.control(self.control), SIDE).flatten()
+        return {
+            **self.losses(),
+            "objective_net": float((found - target(*points.T)).square().mean()),
+            **self.truth.values(self.control),
+            "lower_bound_grid": self.truth.on_grid.bound(),
+            "lower_bound": self.truth.continuous.bound(),
+            "state_error": float((found.double().cpu() - true).square().mean()),
+            "fresh_loss": float(on_fresh.mean()),
+            **{
+                f"fresh_{name}": float(on_fresh.values[self.fresh[1] == kind].mean())
+                for kind, name in enumerate(("interior", "sides", "initial"))
+            },
+        }
+
+    def pictures(self, folder: Path) -> list[Path]:
+        """control.png, and state.png at three times."""
+        f = self.truth.control(self.control)
+        with torch.no_grad():
+            learnt = self.net(grid(41, 9).to(self.full_outer[0])).double().cpu().reshape(41, 41, 9)
+        true = state(self.task.nu, f, 41)[:, :, :: (NODES - 1) // 8]
+        shown = [2, 4, 6]  # of nine times
+        times = torch.linspace(0, END, 9, dtype=torch.float64)[shown]
+        line = torch.linspace(0, 1, 41, dtype=torch.float64)
+        wanted = target(*torch.meshgrid(line, line, times, indexing="ij"))
+        return [
+            draw_control(folder / "control.png", self.truth.on_grid, self.truth.continuous, f),
+            draw_state(folder / "state.png", learnt[:, :, shown], true[:, :, shown], wanted, times.tolist()),
+        ]
+
+    def solve_inner(self) -> float:
+        """By Levenberg-Marquardt steps."""
+        return gauss_newton(self.problem, self.full_inner, 200, floor=self.task.floor, seed=self.seed)
