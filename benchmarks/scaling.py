@@ -1,7 +1,7 @@
-"""How the cost of curvature grows with the model, the batch and the number of GPUs: the tables of docs/parallel.md.
+"""How the cost of curvature grows with model, batch and number of GPUs: the tables of benchmarks/parallel.md.
 
     python -m benchmarks.scaling                                            # prints the tables
-    python -m benchmarks.scaling --write                                    # and puts them into docs/parallel.md
+    python -m benchmarks.scaling --write                                    # and puts them into benchmarks/parallel.md
     python -m benchmarks.scaling --measure benchmarks/results/constants-cpu.json   # the constants of this machine
 
 Flops and bytes are counted; `tests/test_scaling.py` holds the bytes against what `Device` sends. Rates are measured: those of
@@ -463,7 +463,7 @@ def measured_tables(results: Path) -> dict[str, str]:
 
 
 def tables(machines: Sequence[Machine]) -> dict[str, str]:
-    """All of them by their mark in docs/parallel.md; those of GPUs only where a GPU was measured."""
+    """All of them by their mark in benchmarks/parallel.md; those of GPUs only where a GPU was measured."""
     found = {"counts": counts_table(), "constants": constants_table(machines)}
     gpu = machines[-1]
     if gpu.name != "two CPU cores":
@@ -543,7 +543,7 @@ def measure() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--measure", type=Path, metavar="OUT")
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/parallel.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into benchmarks/parallel.md")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
     given = parser.parse_args()
     if given.measure is not None:
@@ -555,7 +555,7 @@ def main() -> None:
     for mark, table in found.items():
         print(f"{mark}\n\n{table}\n")
     if given.write:
-        fill(ROOT / "docs/parallel.md", found)
+        fill(ROOT / "benchmarks/parallel.md", found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the tables of docs/ that hold measurements from the JSON beside them: python -m benchmarks.tables"""
+"""Write the tables of measurements in docs/ and benchmarks/ from the committed JSON: python -m benchmarks.tables"""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def fill(page: Path, tables: Mapping[str, str]) -> None:
 
 
 def pages() -> dict[str, dict[str, str]]:
-    """The tables of each page by their marks, from the committed results; scaling.py makes the others of docs/parallel.md."""
+    """The tables of each page by their marks; scaling.py makes the others of benchmarks/parallel.md."""
     cleaning = read("cleaning-inverses-h200.json")
     presets, cleanlab = read("cleaning-mnist-cpu.json"), read("cleaning-vs-cleanlab-cpu.json")
     return {
@@ -109,7 +109,7 @@ def pages() -> dict[str, dict[str, str]]:
             "cleanlab": "\n".join(cleaning_vs_cleanlab.table(cleanlab["rows"])),
         },
         "docs/pde.md": {"pde": pde(read("pde-h200.json")), "pde-quick": pde(read("pde-quick-cpu.json"))},
-        "docs/parallel.md": {"faults": faults(read("faults-cpu.json"))},
+        "benchmarks/parallel.md": {"faults": faults(read("faults-cpu.json"))},
         "docs/distillation.md": {"distillation": distillation(read("distillation-cpu.json"))},
     }
 

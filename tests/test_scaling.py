@@ -1,5 +1,7 @@
-"""The scaling model of docs/parallel.md: its bytes against those sent, its division against the library's, its limits; and
-the tables of the pages against the results they come from."""
+"""The scaling model of benchmarks/parallel.md against the bytes that are sent and the library's division; its limits.
+
+And the tables of all pages against the results they come from.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,7 @@ def test_runs_of_one_measurement_stand_side_by_side_where_all_have_the_case():
 
 @pytest.mark.parametrize(
     ("name", "found"),
-    [*pages().items(), ("docs/parallel.md", scaling.all_tables(scaling.ROOT / "benchmarks/results"))],
+    [*pages().items(), ("benchmarks/parallel.md", scaling.all_tables(scaling.ROOT / "benchmarks/results"))],
     ids=lambda given: given if isinstance(given, str) else "",
 )
 def test_pages_show_the_tables_of_the_committed_results(name, found):
