@@ -99,7 +99,7 @@ def statistics(algorithm: AbstractAlgorithm, loop: Loop, history: list[Row], sec
             "records": traffic.records,
             "max_lag": executor.max_lag if executor.background else 0,
             "largest_lag": max((row.get("largest_lag", 0) for row in history), default=0),
-            "workers": loop.team.size,
+            "workers": loop.division.workers,
             "division": dict(loop.division.found),
         },
     }

@@ -459,13 +459,13 @@ class Solver:
 
     def _spent(self, run: Run) -> Spent:
         """What the run has used up; workers agree on what the first of them says, so that they stop together."""
-        team = self.loop.team
+        division = self.loop.division
         used = self.seconds - run.began
         requested = self._stopping and bool(self.history)  # what ends has something to show
         return Spent(
             self.loop.clock.k - run.first,
-            team.agreed(used) if run.clocked else used,
-            bool(team.agreed(float(requested))) if team.size > 1 else requested,
+            division.agreed(used) if run.clocked else used,
+            bool(division.agreed(float(requested))) if division.workers > 1 else requested,
         )
 
     @contextmanager

@@ -144,16 +144,16 @@ class Objective:
         with set_aside(), self.part.drawing(self.seed or 0, device) as seed, self.problem.guarded(seed, live):
             yield
 
-    def losses(self) -> Losses:
-        """The losses of the samples here."""
-        losses = self.problem.losses(self.batch)
+    def losses(self, theta: Sequence[Tensor] | None = None) -> Losses:
+        """The losses of the samples here, at the current theta or at another, one tensor a leaf."""
+        losses = self.problem.losses(self.batch, theta)
         self.problem.heed(losses)
         self.samples = self.part.total(losses.samples(self.batch))
         return losses
 
-    def term(self) -> Tensor:
-        """The objective, or this process's term of it, with its graph."""
-        return self.part.term(self.losses().mean(), self.problem.ridge())
+    def term(self, theta: Sequence[Tensor] | None = None) -> Tensor:
+        """The objective, or this process's term of it, with its graph, at the current theta or at another."""
+        return self.part.term(self.losses(theta).mean(), self.problem.ridge(theta))
 
     def graph(self, calls: OracleCalls | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The term, and its gradient in theta with its graph, one tensor a leaf."""

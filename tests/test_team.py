@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 import nhgd
 from nhgd._recording.recorder import Recorder
 from nhgd.algorithm import AID, BSA, MRBO, NHGD, VRBO, AbstractAlgorithm, AmIGO, StocBiO
-from nhgd.data_parallel import AbstractTeam, Alone, Team
+from nhgd.data_parallel import AbstractTeam, Alone, Team, divided
 from nhgd.errors import InputError, RunError
 from nhgd.execution import Inline
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Neumann
@@ -244,12 +244,12 @@ def stage_of(team: AbstractTeam, problem: nhgd.Bilevel, inner_data: Any, outer_d
 def exchanges(team: Team) -> Answers:
     """What is true of a team whatever the numbers; each entry is what the test looks at."""
     found: Answers = {}
-    own, shard = team.shard((torch.arange(7.0), torch.arange(7)))
+    own, shard = divided((torch.arange(7.0), torch.arange(7)), team)
     assert shard is not None
     assert shard.parts is not None
     found["parts"] = shard.parts
     found["whole again"] = team.gather(list(own), shard.parts)[1].tolist()
-    found["too few"] = team.shard(torch.zeros(1))[1] is None
+    found["too few"] = divided(torch.zeros(1), team)[1] is None
     found["sum in half"] = team.sum([torch.ones(3, dtype=torch.bfloat16)])[0].tolist()
 
     sparse = torch.zeros(4000, dtype=torch.float64)

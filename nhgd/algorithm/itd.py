@@ -70,7 +70,7 @@ class ITD(AbstractAlgorithm):
     def init(self, loop: Loop) -> ITDState:
         """Refuse what cannot be differentiated, and remember where theta starts."""
         loop.plain_rate("ITD")
-        if loop.team.size > 1:
+        if loop.division.workers > 1:
             raise InputError(
                 "ITD differentiates through its inner steps, which cannot be divided among workers. Run it on one worker, or"
                 " use a method with an implicit hypergradient, such as nhgd or aid-cg."

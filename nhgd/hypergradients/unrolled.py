@@ -14,7 +14,7 @@ from nhgd.errors import InputError, counted, positive
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
 from nhgd.inverse._krylov.spectrum import largest_eigenvalue
 from nhgd.inverse.base import AbstractInverse, SolveStats
-from nhgd.objective import OracleCalls, twice_differentiable
+from nhgd.objective import Objective, OracleCalls, twice_differentiable
 from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
 
@@ -63,22 +63,20 @@ def through(
     losses = []
     with problem.guarded(live=True), torch.enable_grad():
         for batch, rate in zip(batches, rates, strict=True):
-            inner = problem.losses(batch, theta)
-            problem.heed(inner)
-            objective = inner.mean() + problem.ridge(theta)
-            gradient = torch.autograd.grad(objective, theta, create_graph=True, materialize_grads=True)
+            objective = Objective(problem, batch)
+            value = objective.term(theta)
+            gradient = torch.autograd.grad(value, theta, create_graph=True, materialize_grads=True)
             theta = [p - rate * g for p, g in zip(theta, gradient, strict=True)]
             if radius is not None:
                 norm = torch.stack([p.norm().to(variable.dtype) for p in theta]).norm()
                 shrink = (radius / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)
                 theta = [p * shrink.to(p.dtype) for p in theta]
-            losses.append(objective.detach())
-            calls.samples += inner.samples(batch)
+            losses.append(value.detach())
+            objective.count(calls)
         with problem.guarded(seed):
             value = problem.outer_value(outer_batch, theta)
             with twice_differentiable():
                 found = torch.autograd.grad(value, problem.v.leaves, materialize_grads=True)
-    calls.inner_gradients += len(losses)
     calls.outer_gradients += 1
     calls.cross += len(losses)
     calls.hvps += max(len(losses) - 1, 0)
@@ -142,13 +140,10 @@ class Unrolled(AbstractHypergradient):
         theta = [leaf.detach().requires_grad_() for leaf in problem.theta.leaves]
         with problem.guarded(seed + 1), torch.enable_grad():
             for batch in first:
-                inner = problem.losses(batch, theta)
-                problem.heed(inner)
-                objective = inner.mean() + problem.ridge(theta)
-                gradient = torch.autograd.grad(objective, theta, materialize_grads=True)
+                objective = Objective(problem, batch)
+                gradient = torch.autograd.grad(objective.term(theta), theta, materialize_grads=True)
                 theta = [(p - lr * g).detach().requires_grad_() for p, g in zip(theta, gradient, strict=True)]
-                calls.inner_gradients += 1
-                calls.samples += inner.samples(batch)
+                objective.count(calls)
             found = through(problem, theta, last, [lr] * kept, outer_batch, seed, calls)
         stats = SolveStats(residual=None, hvps=kept - 1, converged=True, notes={"lr": lr, "differentiated": kept})
         return Hypergradient(problem.v.like(found.v), float(found.value), stats, found.v)

@@ -32,7 +32,7 @@ def calibrate(loop: Loop) -> None:
         layers = state.inputs if hasattr(learner, "decomposed") else ()
         invert = _median(lambda: [learner.decomposed(state, layer) for layer in layers], problem.theta.device)
     # The first worker's clock decides for all. They divide the decompositions among them.
-    inner, both, invert = (loop.team.agreed(seconds) for seconds in (inner, both, invert / loop.team.size))
+    inner, both, invert = (loop.division.agreed(seconds) for seconds in (inner, both, invert / loop.division.workers))
     chosen: AbstractInverse = inverse.with_periods(
         inner_seconds=inner, factor_seconds=max(both - inner, 1e-9), invert_seconds=invert
     )

@@ -15,7 +15,7 @@ from nhgd._randomness import Randomness
 from nhgd._tree import tensors
 from nhgd.data.batch import Batch
 from nhgd.data.loader import Stream
-from nhgd.data_parallel import AbstractTeam, Shard, Team
+from nhgd.data_parallel import AbstractTeam, Shard, Team, adopted, divided
 from nhgd.objective import Objective, OuterObjective
 from nhgd.part import WHOLE, Part
 from nhgd.problem import Bilevel
@@ -44,6 +44,15 @@ class Division:
         self.found: dict[Level, str] = {}
         self._streams: dict[Level, Stream] = {"inner": inner, "outer": outer}
         team.broadcast(self._replicas())
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self.team.size
+
+    def agreed(self, number: float) -> float:
+        """The first worker's number: what a clock or a user decides, all decide alike."""
+        return self.team.agreed(number)
 
     def objective(self, batch: Batch, seed: int | None = None) -> Objective:
         """The inner objective on a batch that all workers drew."""
@@ -87,10 +96,10 @@ class Division:
             return batch, WHOLE
         if isinstance(getattr(self._streams[level].source, "sampler", None), DistributedSampler):
             self.found[level] = "divided"
-            return batch, team.adopted(batch, self.clock.total)
+            return batch, adopted(batch, team, self.clock.total)
         if self.found.get(level) == "replicated":
             return batch, WHOLE
-        own, part = team.shard(batch, self.clock.total)
+        own, part = divided(batch, team, self.clock.total)
         if part is None:
             return batch, WHOLE
         if level not in self.found:

@@ -76,7 +76,6 @@ class Loop:
         self.v = Mover(problem.v, "outer", settings.outer_optimizer, settings.outer_lr, 0.01)
         self.executor = executor
         executor.join(problem.theta)
-        self.team = executor.team
         self.division = Division(problem, executor.team, self.inner, self.outer, self.clock)
         # A loader of the user's own may fill one buffer again and again, while records of the steps before still share it.
         self._refills = executor.background and not isinstance(inner_data, (Data, list, tuple))
