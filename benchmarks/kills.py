@@ -186,7 +186,7 @@ def tried(number: int, seed: int) -> dict[str, Any]:
         code = again.ended(wait=True)
         said = (folder / "log").read_text()
         wrong = [f"exit code {code}: {said[-500:]}"] if code else differences(folder / "whole", place)
-        if f"Going on from {place}" not in said:
+        if f"Resuming from {place}" not in said:
             wrong.append("it began anew")
         if any(not name.startswith("checkpoint-") for name in os.listdir(place)):
             wrong.append(f"left behind: {os.listdir(place)}")

@@ -28,7 +28,7 @@ from benchmarks.environment import environment
 from nhgd._memory import synchronise
 from nhgd.errors import NonFiniteError
 from nhgd.task import PDE
-from nhgd.task._setting import convert, kinds
+from nhgd.task._parser import convert, kinds
 
 PLAIN = ("truncated", "itd")  # methods that take plain gradient steps alone
 

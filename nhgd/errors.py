@@ -36,7 +36,13 @@ class NhgdError(Exception):
 
 
 class InputError(NhgdError, ValueError):
-    """What was given cannot be used. The message says what was wrong and what to do; the command line exits with 2."""
+    """What was given cannot be used. The message says what was wrong and what to do; the command line exits with 2.
+
+    Attributes:
+        unknown: the kind of thing that has no such name, such as "inverse", where that is what was wrong.
+    """
+
+    unknown: str | None = None
 
 
 class RunError(NhgdError, RuntimeError):
@@ -77,7 +83,9 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
     near = difflib.get_close_matches(name.casefold(), by_case, n=1, cutoff=0.5)
     hint = f" Did you mean '{by_case[near[0]]}'?" if near else ""
     more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-    return InputError(f"There is no {kind} called '{name}'.{hint} Known: {', '.join(names[:MOST])}{more}.")
+    error = InputError(f"There is no {kind} called '{name}'.{hint} Known: {', '.join(names[:MOST])}{more}.")
+    error.unknown = kind
+    return error
 
 
 def positive(owner: str, **values: float) -> None:

@@ -113,7 +113,7 @@ GOOD = text(TRUSTED)
         (text([[*row[:3], i / 7] for i, row in enumerate(TRAIN)]), ["60 different labels in 60 rows", "--label"]),
         (text([[row[3]] for row in TRAIN], ["y"]), ["no column beside the label"]),
         (text(TRAIN, ["weight", *HEADER[1:]]), ["already has a column 'weight'", "Rename it"]),
-        (text([[f"n{i}", *r[1:]] for i, r in enumerate(TRAIN)]), ["60 different texts", "--ignore"]),
+        (text([[f"n{i}", *r[1:]] for i, r in enumerate(TRAIN)]), ["60 distinct values", "--ignore"]),
     ],
 )
 def test_a_spoilt_table_is_refused(content, words):
@@ -508,7 +508,7 @@ def test_a_sentence_does_not_list_ten_thousand_names():
 @pytest.mark.parametrize("option", ["--out", "--data", "--method", "--preset", "--execution", "--checkpoint"])
 def test_an_empty_value_is_refused(option):
     for given in ((option, ""), (f"{option}=",)):
-        assert refusal("run", "quadratic", *given) == f"{option} is empty. Give it a value, or leave it away."
+        assert refusal("run", "quadratic", *given) == f"{option} is empty. Give it a value, or omit it."
 
 
 @pytest.mark.parametrize("option", ["--out", "--checkpoint"])

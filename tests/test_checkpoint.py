@@ -766,9 +766,9 @@ def test_run_resume_on_the_command_line(tmp_path, monkeypatch):
     expected = answer(*RUN, "--steps", 7, "--out", "whole")
     fresh = invoke(*RUN, "--steps", 4, "--out", "parts", "--resume", "--checkpoint-every", 2)
     assert fresh.exit_code == 0
-    assert "There is no checkpoint in parts/checkpoint yet: the run begins anew." in fresh.stderr
+    assert "There is no checkpoint in parts/checkpoint yet: a new run begins." in fresh.stderr
     more = invoke(*RUN, "--steps", 7, "--out", "parts", "--resume", "--json")
-    assert "Going on from parts/checkpoint, outer step 4." in more.stderr
+    assert "Resuming from parts/checkpoint, outer step 4." in more.stderr
     found = json.loads(more.stdout)
     assert found["steps"] == 7
     assert found["metrics"] == expected["metrics"]

@@ -15,8 +15,8 @@ import torch
 import nhgd
 from nhgd.algorithm import names as method_names
 from nhgd.cli import demo as demo_command
+from nhgd.cli._changes import for_run, for_task
 from nhgd.cli._output import jsonable
-from nhgd.cli._settings import for_run, for_task
 from nhgd.execution import EXECUTIONS
 from nhgd.inverse import INVERSES
 from nhgd.task import TASKS
@@ -360,8 +360,8 @@ def labelled_17(labels):
     [
         (lambda folder: folder / "nothing", ["There is no folder"]),
         (lambda folder: folder, ["holds no mnist", "train-images-idx3-ubyte(.gz)"]),
-        (spoilt(idx_files.NAMES[0], lambda b: b[:-1]), ["cut short or spoilt", "4320 bytes, but it holds 4319"]),
-        (spoilt(idx_files.NAMES[0], lambda b: b + b"x"), ["cut short or spoilt", "holds more"]),
+        (spoilt(idx_files.NAMES[0], lambda b: b[:-1]), ["truncated or corrupt", "4320 bytes, but it holds 4319"]),
+        (spoilt(idx_files.NAMES[0], lambda b: b + b"x"), ["truncated or corrupt", "holds more"]),
         (spoilt(idx_files.NAMES[1], lambda b: b[:6]), ["ends within its header"]),
         (spoilt(idx_files.NAMES[2], lambda b: b""), ["is not an IDX file", "nothing"]),
         (spoilt(idx_files.NAMES[2], lambda b: b"\x89PNG" + b), ["is not an IDX file", "89504e47"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nhgd.cli.run import printed_settings
+from nhgd.cli._experiment import Experiment
 from nhgd.reproduce.settings import paper
 from nhgd.task import PDE, TASKS, Cleaning, Distillation, Quadratic
 from tests.commands import answer, refusal
@@ -68,7 +68,7 @@ def test_a_setting_is_refused_before_the_task_is_built(unbuilt, task, arguments,
 )
 def test_what_some_method_takes_is_left_until_it_is_known_which(change):
     """A task may choose method and inverse by itself."""
-    from nhgd.cli._settings import check_early, for_task, parse
+    from nhgd.cli._changes import check_early, for_task, parse
 
     for name in TASKS:
         chosen, rest = for_task(TASKS[name].preset("default"), parse([change]))
@@ -80,8 +80,8 @@ def test_the_advice_to_pass_beta_can_be_followed():
     preset = ("distillation", "--preset", "paper-5", "--method", "nhgd-paper")
     assert "Pass beta=0.7" in refusal("run", *preset)
     for key in ("beta", "inverse.beta"):
-        name, algorithm, settings = printed_settings("distillation", "paper-5", "nhgd-paper", {key: "0.7"})
-        assert (name, algorithm, settings) == ("nhgd-paper", *paper("distillation-5", "nhgd-paper", 0.7))
+        chosen, _ = Experiment.chosen("distillation", "paper-5", "nhgd-paper", {key: "0.7"}, lambda rest: (None, rest))
+        assert chosen.printed() == ("nhgd-paper", *paper("distillation-5", "nhgd-paper", 0.7))
         small = ("--set", "dataset=digits", "--set", "per_class=1", "--steps", "1", "--set", f"{key}=0.7")
         found = answer("run", *preset, *small)
         assert found["settings"]["method"]["inverse"]["beta"] == 0.7

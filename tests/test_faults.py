@@ -35,7 +35,7 @@ def test_a_killed_curvature_rank_ends_the_run_and_a_restart_goes_on_from_the_che
     assert "Rank 1 (curvature) ended with signal SIGKILL." in said
     assert "The last good checkpoint is" in said
     assert "Starting again, 1 of 1." in said
-    assert "Going on from" in said
+    assert "Resuming from" in said
     assert not trial.left()
 
 
@@ -129,5 +129,5 @@ def test_torchrun_starts_again_and_goes_on(tmp_path):
     out, err = process.communicate(timeout=180)
     assert process.returncode == 0, err.decode()
     assert json.loads(out)["steps"] == 120
-    assert "Going on from" in err.decode()
+    assert "Resuming from" in err.decode()
     assert Saved(checkpoint).step == 120

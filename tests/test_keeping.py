@@ -294,7 +294,7 @@ def test_refusals_and_overwrite_on_the_command_line(tmp_path, monkeypatch):
     assert "partial" in answer(*again)
     monkeypatch.setattr(nhgd.task.Quadratic, "build", None)  # nothing is prepared for a run that is refused
     assert "kept holds the checkpoints of an earlier run" in refusal(*again)
-    assert "Leave one of them away" in refusal(*again, "--resume", "--overwrite")
+    assert "Omit one of them" in refusal(*again, "--resume", "--overwrite")
     assert "--overwrite is about an earlier run" in refusal(*RUN, "--overwrite")
     assert "/proc" in refusal(*RUN, "--checkpoint", "/proc")
     assert "/proc/a/b cannot be written" in refusal(*RUN, "--checkpoint", "/proc/a/b")

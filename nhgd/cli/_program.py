@@ -158,7 +158,7 @@ def _refuse_empty(given: list[str]) -> None:
     for before, argument in zip(["", *given], given, strict=False):
         if not argument or (argument.startswith("--") and argument.endswith("=") and argument.count("=") == 1):
             name = argument.rstrip("=") or (before if before.startswith("-") else "An argument")
-            raise InputError(f"{name} is empty. Give it a value, or leave it away.")
+            raise InputError(f"{name} is empty. Give it a value, or omit it.")
 
 
 def _refused(error: OSError) -> str:

@@ -7,9 +7,9 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -17,12 +17,12 @@ from typing import Annotated, Any, TypeAlias
 import torch
 import typer
 
-from nhgd import task as tasks
 from nhgd._memory import synchronise
 from nhgd._plan import readable
 from nhgd._progress import bar
 from nhgd._solver import Solver
-from nhgd.algorithm import AbstractAlgorithm
+from nhgd.cli._changes import for_execution, parse
+from nhgd.cli._experiment import Built, Experiment
 from nhgd.cli._launch import launch, tie_to_launcher
 from nhgd.cli._options import (
     Changes,
@@ -40,13 +40,10 @@ from nhgd.cli._options import (
     note_crowding,
 )
 from nhgd.cli._output import check_folder, console, folder, jsonable, number, print_json, table
-from nhgd.cli._settings import check_early, for_execution, for_run, for_task, parse
 from nhgd.cli._started import LAUNCHER, started_by_someone
-from nhgd.cli.run import named_method, printed_settings, refuse_idle
 from nhgd.errors import InputError
 from nhgd.execution import EXECUTIONS, AbstractExecutor, Distributed, resolve
 from nhgd.plot import executions
-from nhgd.task import Instance
 
 Trial: TypeAlias = dict[str, Any]  # what `measured` gives: one run of one execution
 REFERENCE = "inline"
@@ -83,7 +80,12 @@ def bench(
     if out is not None:
         check_folder(out)
     names = _names(execution)
-    case = _case(task, preset, method, names, checked_seed(seed), device, data, parse(changes))
+    experiment, how = Experiment.chosen(task, preset, method, parse(changes), lambda rest: _settings(names, rest))
+    where = device_called(device)
+    if started_by_someone():
+        where = device_of_rank(where)
+    keep_to_threads(experiment.task.threads, where)
+    case = Case(experiment, how, where, checked_seed(seed), data)
     if started_by_someone():
         _take_part(case, warmup, steps)
         return
@@ -93,22 +95,12 @@ def bench(
     if not as_json:
         note_crowding(names, case.device)
     settings = case.rehearsed()
-    words = _words(task, case.method, steps, warmup, seed, device, data, preset, changes or ())
-    trials: dict[str, list[Trial]] = {name: [] for name in names}
+    words = _words(task, method, steps, warmup, seed, device, data, preset, changes or ())
     with folder(out) as place:
-        with bar("bench") as tick:
-            for turn in range(rounds):
-                first = turn % len(names)  # nobody is always the first, when the machine may be cooler
-                for nth, name in enumerate((*names[first:], *names[:first])):
-                    tick((turn + nth / len(names)) / rounds, f"round {turn + 1} of {rounds}: {name}")
-                    made = case.executor(name)
-                    if isinstance(made, Distributed):
-                        trials[name].append(_launched(words, made, as_json))
-                    else:
-                        trials[name].append(measured(case.begin(made), warmup, steps))
+        trials = _in_turns(case, names, rounds, warmup, steps, words, as_json)
         answer = {
             "task": task,
-            "method": case.method,
+            "method": method,
             "preset": preset,
             "seed": seed,
             "device": str(case.device),
@@ -134,21 +126,23 @@ def bench(
 class Case:
     """What is measured: one method on one task, and the settings of each execution by its name."""
 
-    method: str
-    device: torch.device
+    experiment: Experiment
     how: dict[str, dict[str, Any]]
-    build: Callable[[], tuple[Instance, AbstractAlgorithm, dict[str, Any]]]
-    task: tasks.AbstractTask
+    device: torch.device
     seed: int
+    data: Path | None
 
     def executor(self, name: str) -> AbstractExecutor:
         """A new executor."""
         return resolve(name, **self.how[name])
 
+    def build(self) -> Built:
+        """The experiment with its data, as it begins."""
+        return self.experiment.build(self.seed, self.device, self.data)
+
     def begin(self, executor: AbstractExecutor) -> Solver:
         """A solver at the very beginning. Metrics are not computed, because they are not part of a method."""
-        instance, algorithm, settings = self.build()
-        solver = instance.start(algorithm, self.seed, executor, **settings)
+        solver = self.build().start(self.seed, executor)
         solver.metrics = None
         return solver
 
@@ -157,56 +151,40 @@ class Case:
 
         All that was chosen, for the reader of bench.json.
         """
-        instance, algorithm, settings = self.build()
-        inverse = algorithm.online
+        built = self.build()
+        inverse, problem = built.algorithm.online, built.instance.problem
         if inverse is None or inverse.records is None:
             raise InputError(
-                f"The method {self.method} learns nothing from the inner steps, so every execution of it is the same. Use"
-                " --method nhgd."
+                f"The method {self.experiment.method} learns nothing from the inner steps, so every execution of it is the"
+                " same. Use --method nhgd."
             )
         for name in self.how:
             executor = self.executor(name)
             if isinstance(executor, Distributed):
                 continue
             try:
-                executor.start(inverse, instance.problem.theta, instance.problem.v)
+                executor.start(inverse, problem.theta, problem.v)
             finally:
                 executor.close()
-        return {
-            "task": {f.name: getattr(self.task, f.name) for f in fields(self.task)},
-            "solver": instance.settings_for(algorithm) | settings,
-            "method": algorithm,
-            "executions": self.how,
-        }
+        return built.described() | {"executions": self.how}
 
 
-def _case(
-    task: str,
-    preset: str,
-    method: str,
-    names: Sequence[str],
-    seed: int,
-    device: str,
-    data: Path | None,
-    changes: dict[str, str],
-) -> Case:
-    chosen, rest = for_task(tasks.resolve(task, preset), changes)
-    how, rest = _settings(names, rest)
-    check_early(chosen, method, rest)
-    printed_settings(task, preset, method, changes)
-    where = device_called(device)
-    if started_by_someone():
-        where = device_of_rank(where)
-    keep_to_threads(chosen.threads, where)
-
-    def build() -> tuple[Instance, AbstractAlgorithm, dict[str, Any]]:
-        instance = chosen.build(seed, where, data)
-        _, algorithm, printed = named_method(task, preset, method, instance, changes)
-        refuse_idle(changes, instance.method_settings, algorithm)
-        settings, algorithm = for_run(chosen, algorithm, rest)
-        return instance, algorithm, {k: v for k, v in printed.items() if k not in changes} | settings
-
-    return Case(method, where, how, build, chosen, seed)
+def _in_turns(
+    case: Case, names: Sequence[str], rounds: int, warmup: int, steps: int, words: Sequence[str], as_json: bool
+) -> dict[str, list[Trial]]:
+    """Every execution as often as there are rounds, one after the other in each."""
+    trials: dict[str, list[Trial]] = {name: [] for name in names}
+    with bar("bench") as tick:
+        for turn in range(rounds):
+            first = turn % len(names)  # nobody is always the first, when the machine may be cooler
+            for nth, name in enumerate((*names[first:], *names[:first])):
+                tick((turn + nth / len(names)) / rounds, f"round {turn + 1} of {rounds}: {name}")
+                made = case.executor(name)
+                if isinstance(made, Distributed):
+                    trials[name].append(_launched(words, made, as_json))
+                else:
+                    trials[name].append(measured(case.begin(made), warmup, steps))
+    return trials
 
 
 def _names(text: str) -> list[str]:
@@ -223,11 +201,11 @@ def _settings(names: Sequence[str], changes: Mapping[str, str]) -> tuple[dict[st
     found: dict[str, dict[str, Any]] = {}
     taken: set[str] = set()
     kinds: dict[str, Any] = {name: EXECUTIONS[name.partition(":")[0]] for name in names}
-    some_beside = any(kind.beside for kind in kinds.values())
+    some_lag = any(kind.background for kind in kinds.values())
     for name, kind in kinds.items():
         known = set(signature(kind).parameters) - {"device", "team"}
         own = {key: text for key, text in changes.items() if key.removeprefix("execution.") in known}
-        if some_beside and not kind.beside:
+        if some_lag and not kind.background:
             own = {}  # a lag is for those that can have one
         found[name] = for_execution(name, own)[0]
         taken |= own.keys()

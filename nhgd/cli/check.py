@@ -13,6 +13,7 @@ import nhgd
 from nhgd import task as tasks
 from nhgd._check import EXACT_BELOW
 from nhgd._progress import bar
+from nhgd.cli._changes import for_inverses, for_task, parse
 from nhgd.cli._options import (
     Changes,
     DataFolder,
@@ -26,7 +27,6 @@ from nhgd.cli._options import (
     keep_to_threads,
 )
 from nhgd.cli._output import console, number, print_json, table
-from nhgd.cli._settings import for_inverses, for_task, parse
 from nhgd.errors import InputError
 from nhgd.inverse import INVERSES, resolve
 
@@ -54,7 +54,7 @@ def check(
     """
     names = list(INVERSES) if inverses is None else [name.strip() for name in inverses.split(",") if name.strip()]
     if not names:
-        raise InputError("--inverses names none. Give some, for example --inverses kfac,cg,identity, or leave it away.")
+        raise InputError("--inverses names none. Give some, for example --inverses kfac,cg,identity, or omit it.")
     asked = parse(changes)
     named = tasks.resolve(task, preset)
     if hasattr(named, "dtype"):

@@ -45,7 +45,8 @@ def clean(
 ) -> None:
     """Find mislabelled rows. --out has every row in its order, with weight, suspect and suggested_label added."""
     _check_out(out, train, trusted)
-    cleaner = _cleaner()(
+    door = _door()
+    cleaner = door.LabelCleaner(
         steps=steps, random_state=checked_seed(seed) % 2**32, device=str(device_called(device)), verbose=None
     )
     with warnings.catch_warnings(record=True) as said:
@@ -56,34 +57,18 @@ def clean(
         with folder(out.parent) as place:
             assert place is not None
             started = time.perf_counter()
-            try:
-                cleaner.fit(X, y, **given)
-            except InputError:
-                raise
-            except ValueError as error:  # scikit-learn's own checks
-                raise InputError(str(error).splitlines()[0]) from error
+            _fit(cleaner, X, y, given)
             taken = time.perf_counter() - started
-            suspect = cleaner.weights_ < 0.5
-
-            def write(path: Path) -> None:
-                with open(path, "w", encoding="utf-8", newline="") as file:
-                    writer = csv.writer(file)
-                    writer.writerow([*rows.header, *ADDED])
-                    for cells, weight, flag, better in zip(
-                        rows.rows, cleaner.weights_, suspect, cleaner.suggested_labels_, strict=True
-                    ):
-                        writer.writerow([*cells, f"{weight:.6f}", int(flag), better])
-
-            place.write(out.name, write)
+            place.write(out.name, lambda path: _write(path, rows, cleaner))
     answer = {
         "rows": len(y),
-        "suspects": int(suspect.sum()),
+        "suspects": len(cleaner.label_issues_),
         "classes": list(cleaner.classes_),
         "trusted": None if examples is None else len(examples.rows),
         "seconds": taken,
         "out": str(out),
         "worst": [int(i) + 1 for i in cleaner.label_issues_[:10]],
-        "warnings": [_said(item.message) for item in said],
+        "warnings": [_sentence(item.message, door.NoTrustedSetWarning) for item in said],
     }
     if as_json:
         print_json(answer)
@@ -91,12 +76,31 @@ def clean(
         _tell(answer, rows, label, cleaner)
 
 
-def _cleaner() -> Any:
+def _door() -> Any:
     try:
-        from nhgd.sklearn.cleaner import LabelCleaner
+        from nhgd.sklearn import cleaner
     except ModuleNotFoundError:
         raise InputError("Cleaning a table needs scikit-learn: pip install 'nhgd[cli]'.") from None
-    return LabelCleaner
+    return cleaner
+
+
+def _fit(cleaner: Any, X: Any, y: list[str], given: dict[str, Any]) -> None:
+    try:
+        cleaner.fit(X, y, **given)
+    except InputError:
+        raise
+    except ValueError as error:  # scikit-learn's own checks
+        raise InputError(str(error).splitlines()[0]) from error
+
+
+def _write(path: Path, rows: Table, cleaner: Any) -> None:
+    """Every row in its order, with what was found."""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*rows.header, *ADDED])
+        found = zip(rows.rows, cleaner.weights_, cleaner.suggested_labels_, strict=True)
+        for cells, weight, better in found:
+            writer.writerow([*cells, f"{weight:.6f}", int(weight < 0.5), better])
 
 
 def _check_out(out: Path, train: Path, trusted: Path | None) -> None:
@@ -127,9 +131,7 @@ def _numbers(
         rows.column(name)
     if label in ignore | categorical:
         option = "--ignore" if label in ignore else "--categorical"
-        raise InputError(
-            f"The column {label!r} is the label, so it can be no column for {option}. Leave it away there."
-        )
+        raise InputError(f"The column {label!r} is the label, so it cannot also be passed to {option}.")
     y = labels(rows, label)
     classes = dict.fromkeys(y)
     if len(classes) == 1:
@@ -151,7 +153,7 @@ def _numbers(
             hint = ", ".join(sorted(classes)[:10]) + (", ..." if len(classes) > 10 else "")
             raise InputError(
                 f"{examples.path}, row {number}: the label {answer!r} occurs nowhere in {rows.path}, which has: {hint}. Write"
-                " labels alike in both files, and leave away rows of other classes."
+                " labels alike in both files, and remove rows of other classes."
             )
     return X, y, {"X_trusted": features.transform(examples), "y_trusted": answers}
 
@@ -169,9 +171,11 @@ def _value(text: str) -> float | None:
         return None
 
 
-def _said(warning: Warning | str) -> str:
+def _sentence(warning: Warning | str, no_trusted_set: type[Any]) -> str:
     """A warning in the words of the command line."""
-    return str(warning).replace("as X_trusted and y_trusted", "as --trusted FILE.csv")
+    if isinstance(warning, no_trusted_set):
+        return f"{warning.finding} A few rows with right labels, as --trusted FILE.csv, do better."
+    return str(warning)
 
 
 def _tell(answer: dict[str, Any], rows: Table, label: str, cleaner: Any) -> None:

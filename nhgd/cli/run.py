@@ -6,21 +6,22 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
+import torch
 import typer
 
-from nhgd import task as tasks
 from nhgd._duration import seconds
 from nhgd._path import check_name
 from nhgd._solution import Solution
-from nhgd.algorithm import AbstractAlgorithm
+from nhgd._solver import Solver
 from nhgd.checkpoint import claimed, exists, last_kept
 from nhgd.cli import _signals as signals
+from nhgd.cli._changes import for_execution, parse
+from nhgd.cli._experiment import Built, Experiment
 from nhgd.cli._launch import launch, tie_to_launcher
 from nhgd.cli._options import (
     Changes,
@@ -38,16 +39,13 @@ from nhgd.cli._options import (
     note_crowding,
 )
 from nhgd.cli._output import Folder, check_folder, console, folder, jsonable, number, print_json, table
-from nhgd.cli._settings import check_early, for_execution, for_run, for_task, parse
 from nhgd.cli._started import LAUNCHER, started_by_someone
 from nhgd.errors import InputError
-from nhgd.execution import Distributed
+from nhgd.execution import AbstractExecutor, Distributed
 from nhgd.execution import resolve as resolve_execution
-from nhgd.reproduce.settings import EXPERIMENTS, TABLE, paper
+from nhgd.reproduce.settings import prints_no_nhgd
 from nhgd.task import Instance
-from nhgd.task._setting import convert
 
-Pictures: TypeAlias = Callable[[Path], list[Path]]
 FILES = ("result.json", "history.jsonl", "curve.png")
 
 
@@ -78,17 +76,17 @@ def run(
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Go on from --checkpoint, or from OUT/checkpoint, if there is one; else begin anew."
+            "--resume", help="Continue from --checkpoint, or from OUT/checkpoint, if there is one; else start afresh."
         ),
     ] = False,
     overwrite: Annotated[
         bool,
         typer.Option(
-            "--overwrite", help="Let --checkpoint hold an earlier run, which is replaced when this one first writes."
+            "--overwrite", help="Replace an earlier run in --checkpoint, as soon as this one first writes there."
         ),
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(help="How often a distributed run that lost a process is started again, from --resume.")
+        int, typer.Option(help="How often a distributed run that lost a process is restarted, with --resume.")
     ] = 0,
     changes: Changes = None,
     as_json: Json = False,
@@ -97,19 +95,15 @@ def run(
 
     Ctrl-C, SIGTERM and SIGHUP end it after the current outer step; what was reached is written, with "partial": true.
     """
-    if steps is not None and steps < 1:
-        raise InputError(f"--steps must be a whole number of at least 1, got {steps}.")
-    if budget is not None:
-        seconds(budget)
+    _check_stop_rules(steps, budget)
     if out is not None:
         check_folder(out, *FILES)
     kept = _kept(checkpoint, checkpoint_every, resume, overwrite, out)
     where = device_called(device)
     _check_restarts(max_restarts, execution, resume)
-    chosen, rest = for_task(tasks.resolve(task, preset), parse(changes))
-    how, rest = for_execution(execution, rest)
-    check_early(chosen, method, rest)
-    printed_settings(task, preset, method, parse(changes))
+    experiment, how = Experiment.chosen(
+        task, preset, method, parse(changes), lambda rest: for_execution(execution, rest)
+    )
     executor = resolve_execution(execution, **how)
     launching = isinstance(executor, Distributed) and not started_by_someone()
     leading = not started_by_someone() or os.environ["RANK"] == "0"
@@ -130,67 +124,35 @@ def run(
             tie_to_launcher()
             executor.arrive()  # before anything that takes long, so that the others know that we are coming
         try:
-            keep_to_threads(chosen.threads, where)
             began = time.perf_counter()
-            instance = chosen.build(checked_seed(seed), where, data)
+            built = _built(experiment, checked_seed(seed), where, data, as_json)
             preparation = time.perf_counter() - began
-            if method is None and not as_json and _cannot_be_run(task, preset):
-                print(
-                    "Note: the paper prints beta = 0 here, which cannot be run; the task's own method is.",
-                    file=sys.stderr,
-                )
-            method, algorithm, printed = named_method(task, preset, method, instance, parse(changes))
-            refuse_idle(parse(changes), instance.method_settings, algorithm)
-            settings, algorithm = for_run(chosen, algorithm, rest)
-            settings = {key: value for key, value in printed.items() if key not in parse(changes)} | settings
-            going_on = resume and exists(kept["checkpoint"])
-            if resume and not going_on:
-                print(f"There is no checkpoint in {kept['checkpoint']} yet: the run begins anew.", file=sys.stderr)
-            solver = instance.start(algorithm, seed, executor, resume=going_on, **settings, **kept)
-            if not as_json:
-                note_crowding([execution], where, solver.loop.threads)
-            if going_on:
-                print(f"Going on from {kept['checkpoint']}, outer step {solver.loop.clock.k}.", file=sys.stderr)
+            solver = _started(built, seed, executor, resume, kept)
         except BaseException as error:
             executor.fail(error)  # nobody is to wait for us
             raise
         stack.callback(solver.close)
-        if steps is None and budget is None:
-            steps = instance.steps
+        if not as_json:
+            note_crowding([execution], where, solver.loop.threads)
         asked = stack.enter_context(signals.asking(solver.stop, patient=started_by_someone()))
         try:
-            solution = solver.run(steps=steps, budget=budget)
+            solution = solver.run(
+                steps=built.instance.steps if steps is None and budget is None else steps, budget=budget
+            )
             if not executor.leads:
                 return
             answer = {
                 "task": task,
-                "method": method,
+                "method": built.method,
                 "preset": preset,
                 "seed": seed,
                 "device": str(where),
-                "execution": solution.stats["execution"],
-                "threads": solution.stats["threads"],
-                "steps": solution.stats["steps"],
-                "seconds": solution.stats["seconds"],
+                **_numbers(solution),
                 "preparation_seconds": preparation,
-                "result": solution.result,
-                "partial": solution.result == "stopped",
-                "initial": {"outer_loss": solution.history[0]["outer_loss"]},
-                "metrics": {name: solution.history[-1][name] for name in ("outer_loss", "inner_loss")},
-                "oracle_calls": solution.stats["oracle_calls"],
-                "stagnation": solution.stats["stagnation"],
-                "settings": {
-                    "task": {f.name: getattr(chosen, f.name) for f in fields(chosen)},
-                    "solver": instance.settings_for(algorithm) | settings,
-                    "method": solver.algorithm,
-                },
+                "settings": built.described() | {"method": solver.algorithm},
                 "out": None if out is None else str(out),
             }
-            if answer["partial"] and place is not None:
-                # At once: the metrics of some tasks take longer than one may be given.
-                _write_numbers(place, answer, solution)
-            answer["metrics"] = instance.summary(solution)
-            written = [] if place is None else _write(place, answer, solution, instance.pictures)
+            written = _written(place, answer, solution, built.instance)
             if as_json:
                 print_json(answer)
             else:
@@ -207,6 +169,45 @@ def run(
             file=sys.stderr,
         )
         raise typer.Exit(128 + asked.number)
+
+
+def _check_stop_rules(steps: int | None, budget: str | None) -> None:
+    if steps is not None and steps < 1:
+        raise InputError(f"--steps must be a whole number of at least 1, got {steps}.")
+    if budget is not None:
+        seconds(budget)
+
+
+def _built(experiment: Experiment, seed: int, device: torch.device, data: Path | None, as_json: bool) -> Built:
+    """The experiment with its data, on as many threads as suit it."""
+    keep_to_threads(experiment.task.threads, device)
+    built = experiment.build(seed, device, data)
+    if experiment.method is None and not as_json and prints_no_nhgd(experiment.name, experiment.preset):
+        print("Note: the paper prints beta = 0 here, which cannot be run; the task's own method is.", file=sys.stderr)
+    return built
+
+
+def _started(built: Built, seed: int, executor: AbstractExecutor, resume: bool, kept: Mapping[str, Any]) -> Solver:
+    """The solver, from its checkpoint where there is one to resume."""
+    resuming = resume and exists(kept["checkpoint"])
+    if resume and not resuming:
+        print(f"There is no checkpoint in {kept['checkpoint']} yet: a new run begins.", file=sys.stderr)
+    solver = built.start(seed, executor, resuming, **kept)
+    if resuming:
+        print(f"Resuming from {kept['checkpoint']}, outer step {solver.loop.clock.k}.", file=sys.stderr)
+    return solver
+
+
+def _numbers(solution: Solution) -> dict[str, Any]:
+    """What the solution tells by itself, its metrics not yet computed."""
+    stats, history = solution.stats, solution.history
+    return {
+        **{name: stats[name] for name in ("execution", "threads", "steps", "seconds", "oracle_calls", "stagnation")},
+        "result": solution.result,
+        "partial": solution.result == "stopped",
+        "initial": {"outer_loss": history[0]["outer_loss"]},
+        "metrics": {name: history[-1][name] for name in ("outer_loss", "inner_loss")},
+    }
 
 
 def _launched(arguments: list[str], executor: Distributed, restarts: int, checkpoint: Path | None) -> int:
@@ -230,7 +231,7 @@ def _check_restarts(restarts: int, execution: str, resume: bool) -> None:
     if restarts and started_by_someone() and LAUNCHER not in os.environ:
         raise InputError("Under torchrun it is torchrun that starts again: torchrun --max-restarts N.")
     if restarts and not resume:
-        raise InputError("--max-restarts needs --resume, so that what is started again goes on from its checkpoint.")
+        raise InputError("--max-restarts needs --resume, so that the restarted run continues from its checkpoint.")
 
 
 def _kept(
@@ -238,7 +239,7 @@ def _kept(
 ) -> dict[str, Any]:
     """The settings of the solver that say where and how often the run is kept; none where it is not."""
     if resume and overwrite:
-        raise InputError("--resume goes on with a run and --overwrite begins one in its place. Leave one of them away.")
+        raise InputError("--resume continues a run and --overwrite begins one in its place. Omit one of them.")
     if checkpoint is None and resume:
         if out is None:
             raise InputError("--resume needs to know where the run was kept. Add --checkpoint DIR, or --out DIR.")
@@ -249,7 +250,7 @@ def _kept(
         if every is not None:
             raise InputError("--checkpoint-every needs a place to write to. Add --checkpoint DIR.")
         if overwrite:
-            raise InputError("--overwrite is about an earlier run in --checkpoint DIR. Add that, or leave it away.")
+            raise InputError("--overwrite is about an earlier run in --checkpoint DIR. Add that, or omit --overwrite.")
         return {}
     return (
         {"checkpoint": checkpoint}
@@ -258,50 +259,18 @@ def _kept(
     )
 
 
-def named_method(
-    task: str, preset: str, method: str | None, instance: Instance, changes: Mapping[str, str]
-) -> tuple[str, AbstractAlgorithm, dict[str, Any]]:
-    """The method's name, itself, and the solver's settings that the paper prints for it where its experiment is run."""
-    printed = printed_settings(task, preset, method, changes)
-    if printed is not None:
-        return printed
-    return method or instance.method, instance.algorithm(method), {}
-
-
-def printed_settings(
-    task: str, preset: str, method: str | None, changes: Mapping[str, str]
-) -> tuple[str, AbstractAlgorithm, dict[str, Any]] | None:
-    """The same where the paper has this method in this experiment, else None. It needs no data."""
-    experiment = EXPERIMENTS.get((task, preset))
-    if experiment is None or (method is None and _cannot_be_run(task, preset)):
-        return None
-    name = method or "nhgd-paper"
-    if name not in TABLE[experiment] and name != "stocbio":
-        return None
-    # What the paper prints may be impossible; then the change is what makes it possible.
-    given = [text for key, text in changes.items() if key in ("beta", "inverse.beta")] if name == "nhgd-paper" else []
-    return name, *paper(experiment, name, convert("beta", given[-1], float) if given else None)
-
-
-def _cannot_be_run(task: str, preset: str) -> bool:
-    """Whether the paper's own method cannot be run as printed for this experiment, with beta = 0; then the task's is."""
-    experiment = EXPERIMENTS.get((task, preset))
-    return experiment is not None and not TABLE[experiment]["nhgd-paper"].beta
-
-
-def refuse_idle(changes: dict[str, str], suited: Mapping[str, Any], algorithm: Any) -> None:
-    """A setting that the task hands on to the method is an error when this method has none of that name."""
-    for key in suited:
-        if key in changes and not hasattr(algorithm, key):
-            raise InputError(f"The method {algorithm.name} has no setting {key}, so --set {key} would be ignored.")
-
-
-def _write(place: Folder, answer: dict[str, Any], solution: Solution, pictures: Pictures) -> list[str]:
-    """The names of the files."""
+def _written(place: Folder | None, answer: dict[str, Any], solution: Solution, instance: Instance) -> list[str]:
+    """Add the task's metrics to the answer, and write everything; the names of the files."""
+    if answer["partial"] and place is not None:
+        # At once: the metrics of some tasks take longer than one may be given.
+        _write_numbers(place, answer, solution)
+    answer["metrics"] = instance.summary(solution)
+    if place is None:
+        return []
     _write_numbers(place, answer, solution)
     # The pictures come last: none of them is worth losing the numbers.
     place.write("curve.png", solution.plot)
-    drawn = place.draw(pictures)
+    drawn = place.draw(instance.pictures)
     return [*FILES, *(path.name for path in drawn)]
 
 

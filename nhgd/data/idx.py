@@ -78,7 +78,7 @@ def _parse(file: BufferedIOBase, path: Path) -> np.ndarray[Any, np.dtype[np.uint
     if len(data) != expected:
         found = "more" if len(data) > expected else str(len(data))
         raise InputError(
-            f"{path} is cut short or spoilt: its header promises {expected} bytes, but it holds {found}."
+            f"{path} is truncated or corrupt: its header promises {expected} bytes, but it holds {found}."
             " Download it again."
         )
     return np.frombuffer(data, dtype=np.uint8).reshape(shape)

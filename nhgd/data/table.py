@@ -146,7 +146,7 @@ class Features:
             known = [cell for cell in cells if not missing(cell)]
             self._refuse_missing(table, name, cells)
             if not known:
-                raise InputError(f"{table.path}: the column {name!r} is empty. Leave it away with --ignore.")
+                raise InputError(f"{table.path}: the column {name!r} is empty. Leave it out with --ignore.")
             numbers = [number for number in map(_number, known) if number is not None]
             if name not in self.categorical and len(numbers) >= 0.9 * len(known):
                 for row, cell in enumerate(cells, start=1):
@@ -156,8 +156,8 @@ class Features:
             found = sorted({cell.strip() for cell in known})
             if len(found) > 50 and len(found) > 0.5 * len(known):
                 raise InputError(
-                    f"{table.path}: the column {name!r} holds {len(found)} different texts, so it is no category. Leave"
-                    " it away with --ignore."
+                    f"{table.path}: the column {name!r} has {len(found)} distinct values, too many for a categorical column."
+                    " Leave it out with --ignore."
                 )
             self.categories[name] = found
         return self
@@ -188,7 +188,7 @@ class Features:
         if abs(found) > LARGEST:
             raise InputError(
                 f"{table.path}, row {row}: {cell.strip()} in the column {name!r} is too large to compute with. Correct it, or"
-                " leave the column away with --ignore."
+                " leave the column out with --ignore."
             )
         return found
 
@@ -222,7 +222,7 @@ def labels(table: Table, name: str) -> list[str]:
     if rows:
         raise InputError(
             f"{table.path}, row {rows[0]}{_and_more(len(rows) - 1)}: {_nothing(cells[rows[0] - 1])} in the label column"
-            f" {name!r}. Give the row a label, or leave the row away."
+            f" {name!r}. Give the row a label, or remove the row."
         )
     return cells
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from nhgd.algorithm import AID, NHGD, SOBA, TTSA, AbstractAlgorithm, AmIGO, StocBiO
 from nhgd.errors import InputError, unknown
@@ -138,7 +138,7 @@ def paper(task_preset: str, method: str, beta: float | None = None) -> tuple[Abs
     if name not in TABLE[task_preset]:
         raise unknown(f"method of the paper on {task_preset}", method, TABLE[task_preset])
     if beta is not None and name != "nhgd-paper":
-        raise InputError(f"beta replaces that of NHGD, and {method} is another method. Leave it away.")
+        raise InputError(f"beta replaces that of NHGD, and {method} is another method. Omit it.")
     row = TABLE[task_preset][name]
     settings: dict[str, Any] = {
         "inner_lr": _rate(row.eta, row.c_in),
@@ -148,6 +148,40 @@ def paper(task_preset: str, method: str, beta: float | None = None) -> tuple[Abs
     if name not in ("ttsa", "soba"):
         settings["inner_steps"] = INNER_STEPS[task_preset]
     return _algorithm(name, row if beta is None else replace(row, beta=beta)), settings
+
+
+class Printed(NamedTuple):
+    """A method as the paper ran it: its name there, the algorithm, and the settings of the solver."""
+
+    method: str
+    algorithm: AbstractAlgorithm
+    settings: dict[str, Any]
+
+
+def printed(task: str, preset: str, method: str | None = None, beta: float | None = None) -> Printed | None:
+    """A method as the paper ran it, where a task with a preset is one of its experiments and has that method; else None.
+
+    Args:
+        task, preset: their names.
+        method: None: NHGD, unless what is printed for that cannot be run.
+        beta: NHGD's, in place of the one that is printed; other methods do without.
+
+    >>> printed("cleaning", "paper", "soba").settings["inner_lr"], printed("cleaning", "quick", "soba")
+    (0.1, None)
+    """
+    experiment = EXPERIMENTS.get((task, preset))
+    if experiment is None or (method is None and prints_no_nhgd(task, preset)):
+        return None
+    name = method or "nhgd-paper"
+    if name not in TABLE[experiment] and name != "stocbio":
+        return None
+    return Printed(name, *paper(experiment, name, beta if name == "nhgd-paper" else None))
+
+
+def prints_no_nhgd(task: str, preset: str) -> bool:
+    """Whether this is an experiment for which the paper prints beta = 0, with which its own method cannot be run."""
+    experiment = EXPERIMENTS.get((task, preset))
+    return experiment is not None and not TABLE[experiment]["nhgd-paper"].beta
 
 
 def _rate(lr: float, power: float) -> float | Power:

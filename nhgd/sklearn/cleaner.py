@@ -27,7 +27,18 @@ FARTHEST = 1e8  # deviations of a feature; powers of what lies farther overflow 
 
 
 class NoTrustedSetWarning(UserWarning):
-    """Part of the noisy data was held out in place of a trusted set."""
+    """Part of the noisy data was held out in place of a trusted set.
+
+    Attributes:
+        finding: which part, as a sentence; the message goes on with what to do.
+    """
+
+    def __init__(self, held_out: int, samples: int) -> None:
+        self.finding = (
+            f"No trusted set was given, so {held_out} of the {samples} samples were held out to judge the rest, with labels that"
+            " may be wrong."
+        )
+        super().__init__(f"{self.finding} A few samples with right labels, as X_trusted and y_trusted, do better.")
 
 
 class TrustedScaleWarning(UserWarning):
@@ -139,12 +150,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             judged = self._hold_out(codes, random)
             trusted_x, trusted_y = X[judged], codes[judged]
             guide = np.zeros(0, dtype=np.int64)
-            warnings.warn(
-                f"No trusted set was given, so {len(judged)} of the {len(y)} samples were held out to judge the rest, with"
-                " labels that may be wrong. A few samples with right labels, as X_trusted and y_trusted, do better.",
-                NoTrustedSetWarning,
-                stacklevel=2,
-            )
+            warnings.warn(NoTrustedSetWarning(len(judged), len(y)), stacklevel=2)
         else:
             trusted_x, trusted_y = self._trusted(X_trusted, y_trusted)
             self._compare_scales(trusted_x, deviation > 0)

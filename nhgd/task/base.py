@@ -21,7 +21,7 @@ from nhgd.data.batch import Batch
 from nhgd.errors import InputError, check_seed, unknown
 from nhgd.execution import AbstractExecutor
 from nhgd.problem import Bilevel
-from nhgd.task._setting import convert, kinds
+from nhgd.task._parser import convert, kinds
 
 T = TypeVar("T", bound="AbstractTask")
 

@@ -17,7 +17,7 @@ from nhgd.execution import EXECUTIONS
 from nhgd.inverse import INVERSES, AbstractInverse
 from nhgd.inverse import resolve as resolve_inverse
 from nhgd.task import AbstractTask
-from nhgd.task._setting import convert, kinds
+from nhgd.task._parser import convert, kinds
 
 # What the command line says by other means, or not at all.
 _NOT_SETTINGS = {
@@ -127,7 +127,7 @@ def check_early(task: AbstractTask, method: str | None, changes: Mapping[str, st
                 refusals.append(error)
         else:
             # Where some have such a setting, what they say of the value is the better reason.
-            said = [error for error in refusals if not str(error).startswith("There is no setting")]
+            said = [error for error in refusals if error.unknown != "setting"]
             raise (said or refusals)[0]
         LoopSettings(**{name: value for name, value in solver.items() if name in known})
 
