@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -111,15 +111,24 @@ def on_suited_threads(function: Function) -> Function:
 def _suited_to(problem: Any, batch: Batch) -> int | None:
     if not isinstance(problem, Bilevel) or batch is None:
         return None
-    device = problem.theta.device
+
+    def value() -> Tensor:
+        return problem.objective(move(batch, problem.theta.device))
+
+    with problem.guarded():
+        return suited_to(value, problem.theta.leaves)
+
+
+def suited_to(value: Callable[[], Tensor], leaves: Sequence[Tensor]) -> int | None:
+    """How many threads suit the gradient of a value in some leaves; None: leave them. The caller's random numbers stay."""
+    device = leaves[0].device
     try:
         with measuring(device) as found:
             if found.flops == float("inf"):
                 return None
-            with problem.guarded(seed=0), torch.enable_grad():
-                value = problem.objective(move(batch, device))
-                torch.autograd.grad(value, problem.theta.leaves, allow_unused=True)
-    except Exception:  # whatever it is, the function will meet it too, and say it better
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                torch.autograd.grad(value(), leaves, allow_unused=True)
+    except Exception:  # whatever it is, the caller will meet it too, and say it better
         return None
     return suited(found.flops, device)
 

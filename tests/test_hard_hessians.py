@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -606,7 +607,7 @@ def test_newton_reaches_what_gradients_alone_do_not() -> None:
     problem, batch = spread_classifier(1e-7)
     start = problem.theta.flat()
     with pytest.raises(nhgd.RunError, match="could not be solved"):
-        lbfgs(problem, batch, 1e-10, steps=200)
+        lbfgs(partial(problem.objective, batch), problem.theta.leaves, 1e-10, steps=200)
     problem.theta.assign(start)
     assert newton_cg(problem, batch, 1e-10) <= 1e-10
     assert float(oracles.gradient(problem, batch).norm()) <= 1e-10

@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nhgd.errors import RunError, counted, unknown
-from nhgd.oracle import Oracle
-from nhgd.problem import Bilevel, Losses
 from nhgd.task._inner_solver import lbfgs
 
 MODELS = ("linear", "mlp")
@@ -110,7 +108,7 @@ def fit(
     model: nn.Module, split: Split, l2: float, tol: float, weights: Tensor | None = None, steps: int = 2000
 ) -> float:
     """Train a classifier to the end, in place; returns the norm of the last gradient. weights: (N,), of the samples."""
-    return lbfgs(_training(model, split, l2, weights), (split.x, split.y), tol, steps)
+    return lbfgs(lambda: _objective(model, split, l2, weights), list(model.parameters()), tol, steps)
 
 
 def trained(
@@ -125,15 +123,21 @@ def trained(
     try:
         norm = fit(model, split, l2, tol)
     except RunError:
-        norm = float(Oracle(_training(model, split, l2), [(split.x, split.y)]).gradient().norm())
+        with torch.enable_grad():
+            gradient = torch.autograd.grad(_objective(model, split, l2), list(model.parameters()))
+        norm = float(torch.cat([g.reshape(-1) for g in gradient]).norm())
     return model, norm
 
 
-def _training(model: nn.Module, split: Split, l2: float, weights: Tensor | None = None) -> Bilevel:
-    def inner(model: nn.Module, v: Tensor, batch: Any) -> Losses:
-        return Losses(F.cross_entropy(model(batch[0]), batch[1], reduction="none"), weights)
+def ridge(model: nn.Module, l2: float) -> Tensor:
+    """sum( l2 * theta^2 ) over all parameters of a model."""
+    return torch.stack([(l2 * parameter.square()).sum() for parameter in model.parameters()]).sum()
 
-    return Bilevel(inner, lambda model, v, batch: v.sum(), model, split.x.new_zeros(1), l2=l2)
+
+def _objective(model: nn.Module, split: Split, l2: float, weights: Tensor | None = None) -> Tensor:
+    """The mean of the weighted losses, and the ridge."""
+    losses = F.cross_entropy(model(split.x), split.y, reduction="none")
+    return (losses if weights is None else weights.to(losses.dtype) * losses).mean() + ridge(model, l2)
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> float:

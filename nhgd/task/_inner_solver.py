@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nhgd._randomness import Randomness
-from nhgd._threads import on_suited_threads
+from nhgd._threads import limited, on_suited_threads, suited_to
 from nhgd._tree import map_tensors
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError, RunError
@@ -56,34 +57,41 @@ def newton(problem: Bilevel, batch: Batch, tol: float = 1e-12, steps: int = 100)
     return norm
 
 
-@on_suited_threads
-def lbfgs(problem: Bilevel, batch: Batch, tol: float, steps: int = 2000) -> float:
-    """Full-batch L-BFGS with a strong Wolfe search, in place; returns the norm of the last gradient, at most `tol`."""
-    theta = problem.theta
+def lbfgs(value: Callable[[], Tensor], leaves: Sequence[Tensor], tol: float, steps: int = 2000) -> float:
+    """L-BFGS with a strong Wolfe search, in place; returns the norm of the last gradient, at most `tol`.
+
+    Args:
+        value: what is minimised, a scalar with its graph, at the leaves as they stand.
+        leaves: what it is minimised over.
+    """
     optimiser = torch.optim.LBFGS(
-        list(theta.leaves),
+        list(leaves),
         max_iter=50,
         history_size=20,
         tolerance_grad=0.0,
         tolerance_change=0.0,
         line_search_fn="strong_wolfe",
     )
+    gradient: tuple[Tensor, ...] = ()
 
-    def closure() -> torch.Tensor:
+    def closure() -> Tensor:
+        nonlocal gradient
         with torch.enable_grad():
-            value = problem.objective(batch)
-            for leaf, g in zip(theta.leaves, torch.autograd.grad(value, theta.leaves), strict=True):
-                leaf.grad = g
-        return value.detach()
+            found = value()
+            gradient = torch.autograd.grad(found, leaves)
+        for leaf, g in zip(leaves, gradient, strict=True):
+            leaf.grad = g
+        return found.detach()
 
     norm = float("inf")
-    for _ in range(max(1, steps // 50)):
-        optimiser.step(closure)
-        closure()
-        norm = float(theta.flatten([leaf.grad for leaf in theta.leaves]).norm())
-        if norm <= tol:
-            break
-    for leaf in theta.leaves:
+    with limited(suited_to(value, leaves)):
+        for _ in range(max(1, steps // 50)):
+            optimiser.step(closure)
+            closure()
+            norm = float(torch.cat([g.reshape(-1) for g in gradient]).norm())
+            if norm <= tol:
+                break
+    for leaf in leaves:
         leaf.grad = None
     if not norm <= tol:
         raise RunError(

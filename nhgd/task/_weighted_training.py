@@ -19,7 +19,7 @@ from nhgd.inverse import KFAC
 from nhgd.inverse._learned.automatic import automatic
 from nhgd.problem import Bilevel, Losses
 from nhgd.schedule import Decay
-from nhgd.task._classifier import Split, fit, largest_curvature
+from nhgd.task._classifier import Split, fit, largest_curvature, ridge
 from nhgd.task._inner_solver import lbfgs, newton_cg
 from nhgd.task._weighting import AbstractWeighting
 from nhgd.variable import Given
@@ -80,24 +80,29 @@ class WeightedTraining:
 
     def solve(self, tol: float, steps: int = 2000) -> float:
         """Bring theta by L-BFGS to where the inner gradient is at most `tol`, in place; returns its norm."""
-        return lbfgs(self._potential(), self.everything, tol, steps)
+        everything = self.everything
 
-    def solve_exactly(self, tol: float) -> float:
-        """The same by Newton's method, which a small ridge does not slow down; by L-BFGS where that fails."""
-        teacher = self.problem(lambda model, v, batch: self.noisy.x.sum())
+        def value() -> Tensor:
+            return self._potential(self.model, self.v, everything).mean() + ridge(self.model, self.l2)
+
+        return lbfgs(value, list(self.model.parameters()), tol, steps)
+
+    def solve_exactly(self, problem: Bilevel, tol: float) -> float:
+        """The same by Newton's method, which a small ridge does not slow down; by L-BFGS where that fails.
+
+        Args:
+            problem: the one that is solved, as `problem` made it; curvature is learnt from its inner losses.
+        """
+        potential = Bilevel(self._potential, problem.outer, self.model, self.v, l2=self.l2)
         try:
-            return newton_cg(self._potential(), self.everything, tol, teacher)
+            return newton_cg(potential, self.everything, tol, teacher=problem)
         except RunError:
             return self.solve(tol)
 
-    def _potential(self) -> Bilevel:
+    def _potential(self, model: nn.Module, v: Any, batch: Any) -> Tensor:
         """Weights may depend on the losses. Then not the weighted losses but their potential is least at the solution."""
-
-        def potential(model: nn.Module, v: Any, batch: Any) -> Tensor:
-            losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-            return self.weighting.potential(v, losses, batch[2])
-
-        return Bilevel(potential, lambda model, v, batch: self.noisy.x.sum(), self.model, self.v, l2=self.l2)
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return self.weighting.potential(v, losses, batch[2])
 
     def start_from_trusted(self) -> None:
         """Bring theta to where it fits the trusted samples, if there are any, with ten times the ridge.

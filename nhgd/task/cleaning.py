@@ -370,7 +370,7 @@ class CleaningInstance(Instance):
 
     def solve_inner(self) -> float:
         """By Newton's method."""
-        return self.training.solve_exactly(3e-3 if self.task.dtype == "float32" else 1e-6)
+        return self.training.solve_exactly(self.problem, 3e-3 if self.task.dtype == "float32" else 1e-6)
 
 
 def overfitting(first: Row, best: Row, end: Row, by_loss: bool) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, final
 
@@ -293,7 +294,11 @@ class DistillationInstance(Instance):
 
     def solve_inner(self) -> float:
         """By L-BFGS."""
-        return lbfgs(self.problem, self.full_inner, 1e-4 if self.task.dtype == "float32" else 1e-8)
+        return lbfgs(
+            partial(self.problem.objective, self.full_inner),
+            self.problem.theta.leaves,
+            1e-4 if self.task.dtype == "float32" else 1e-8,
+        )
 
 
 def distilling(model: nn.Module, v: Tensor, l2: float) -> Bilevel:
