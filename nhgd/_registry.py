@@ -10,6 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from inspect import isabstract
 from typing import Any
 
+from nhgd._validation import is_class
 from nhgd.errors import InputError, NhgdError, unknown
 
 
@@ -68,7 +69,7 @@ class Registry(Mapping[str, type]):
         except BaseException as error:
             self._warn(entry, f"could not be loaded ({told(error)})")
             return None
-        if not (isinstance(found, type) and issubclass(found, self.base)):
+        if not (is_class(found) and issubclass(found, self.base)):
             self._warn(entry, f"is not a subclass of {self.base.__name__}")
             return None
         if isabstract(found):

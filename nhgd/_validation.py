@@ -15,8 +15,8 @@ from dataclasses import fields, is_dataclass
 from functools import cache, wraps
 from numbers import Real
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from types import GenericAlias, NoneType, UnionType
+from typing import Any, Literal, TypeGuard, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -193,7 +193,7 @@ def fitted(value: Any, hint: Any) -> Any:
         return value if callable(value) else _NOTHING
     if origin is type:
         wanted = get_args(hint)[0] if get_args(hint) else object
-        is_one = isinstance(value, type) and (not isinstance(wanted, type) or issubclass(value, wanted))
+        is_one = is_class(value) and (not is_class(wanted) or issubclass(value, wanted))
         return value if is_one else _NOTHING
     if origin in (tuple, Sequence, list):
         return _several(value, hint, origin)
@@ -299,6 +299,11 @@ def _words(hint: Any) -> Iterator[str]:
         if called.startswith("Abstract"):
             called = f"{called.removeprefix('Abstract').lower()} object"
         yield f"{'an' if called[0] in 'aeiouAEIO' else 'a'} {called}"
+
+
+def is_class(value: Any) -> TypeGuard[type]:
+    """Whether it is a class; to Python 3.10 tuple[int] is a type, too, but one that nothing can be a subclass of."""
+    return isinstance(value, type) and not isinstance(value, GenericAlias)
 
 
 def shown(value: Any) -> str:

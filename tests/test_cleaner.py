@@ -14,7 +14,6 @@ from sklearn.datasets import load_digits
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import validation
-from sklearn.utils.estimator_checks import parametrize_with_checks
 from typer.testing import CliRunner
 
 import nhgd
@@ -22,11 +21,12 @@ from nhgd.cli._program import app
 from nhgd.data.table import Features, read_table
 from nhgd.errors import InputError
 from nhgd.sklearn.cleaner import LabelCleaner, NoTrustedSetWarning, TrustedScaleWarning
+from tests.scikit_learn import scikit_learn_checks
 
 QUICK = {"steps": 25, "inner_steps": 10, "random_state": 0}
 
 
-@parametrize_with_checks([LabelCleaner(steps=2, inner_steps=2, random_state=0)])
+@scikit_learn_checks(LabelCleaner(steps=2, inner_steps=2, random_state=0))
 @pytest.mark.filterwarnings("ignore::nhgd.sklearn.cleaner.NoTrustedSetWarning")  # the checks have no trusted set
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
 def test_scikit_learn_finds_nothing_to_object_to(estimator, check):

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
-from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import nhgd
 from nhgd.sklearn.distiller import DatasetDistiller
+from tests.scikit_learn import scikit_learn_checks
 
 QUICK = {"per_class": 1, "steps": 60, "random_state": 0}
 
 
-@parametrize_with_checks([DatasetDistiller(per_class=2, steps=3, batch_size=50, random_state=0)])
+@scikit_learn_checks(DatasetDistiller(per_class=2, steps=3, batch_size=50, random_state=0))
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
 def test_scikit_learn_finds_nothing_to_object_to(estimator, check):
     check(estimator)

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_ty
 import torch
 from torch import Tensor
 
+from nhgd._validation import is_class
+
 T = TypeVar("T")
 _CLASSES = 1024  # that are remembered
 
@@ -195,7 +197,7 @@ def _plain_fields(cls: type) -> set[str]:
 def _is_plain(hint: Any) -> bool:
     if get_origin(hint) in (Union, UnionType, tuple):
         return all(map(_is_plain, get_args(hint)))
-    if not isinstance(hint, type):
+    if not is_class(hint):
         return hint is Ellipsis
     if kind_of(hint) is None:
         return not issubclass(hint, Tensor) and not issubclass(Tensor, hint)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nhgd._tree.encoding import DTYPES, OPTIMISERS
+from nhgd._validation import is_class
 
 DEEPEST = 60  # levels of a tree; a run has about ten
 LARGEST = 2**62  # of any counter
@@ -311,7 +312,7 @@ def conform(value: Any, hint: Any, where: str) -> None:
                 conform(item, inside[0], f"{where}/{i}")
     elif hint is torch.dtype:
         _be(isinstance(value, hint), where, "a dtype")
-    elif isinstance(hint, type) and (issubclass(hint, Tensor) or is_dataclass(hint)):
+    elif is_class(hint) and (issubclass(hint, Tensor) or is_dataclass(hint)):
         _be(isinstance(value, hint), where, f"a {hint.__name__}")
         if is_dataclass(hint):
             announced(value, where)

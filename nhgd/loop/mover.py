@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
-from nhgd._validation import shown
+from nhgd._validation import is_class, shown
 from nhgd.errors import InputError
 from nhgd.loop.settings import OptimizerFactory
 from nhgd.schedule import Clock, Rate, Schedule
@@ -26,7 +26,7 @@ class Mover:
         self.variable = variable
         leaves = list(variable.leaves)
         self.schedule: Schedule | None = None if rate is None else resolve_rate(rate, f"{level}_lr")
-        if optimizer is None or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
+        if optimizer is None or (is_class(optimizer) and issubclass(optimizer, Optimizer)):
             self.schedule = self.schedule or resolve_rate(default, f"{level}_lr")
             lr = self.schedule.rate(Clock())
             chosen: Any = SGD if optimizer is None else optimizer

@@ -8,6 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
+from nhgd._validation import is_class
 from nhgd.errors import InputError, unknown
 from nhgd.inverse import AbstractInverse, resolve
 
@@ -63,7 +64,7 @@ def _read(text: str, kind: Any) -> Any:
         return text
     if get_origin(kind) is Literal:
         return text if text in get_args(kind) else _NOTHING
-    if isinstance(kind, type) and issubclass(kind, AbstractInverse):
+    if is_class(kind) and issubclass(kind, AbstractInverse):
         return resolve(text)
     if kind is torch.dtype:
         found = getattr(torch, low, None)
