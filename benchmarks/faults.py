@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import environment
-from nhgd.checkpoint import Saved, exists
+from nhgd.checkpoint import SavedCheckpoint, exists
 from nhgd.checkpoint.files import newest
 from nhgd.execution.distributed.heartbeat import START
 
@@ -200,7 +200,7 @@ def ended(process: subprocess.Popen[bytes], limit: float, folder: Path, steps: i
 
 def resumes(checkpoint: Path, task: Sequence[str], *more: str, further: int = 5) -> bool:
     """Whether a run goes on from its checkpoint, as `more` says, to some steps more; where there is none it begins anew."""
-    steps = further + (Saved(checkpoint).step if exists(checkpoint) else 0)
+    steps = further + (SavedCheckpoint(checkpoint).step if exists(checkpoint) else 0)
     process = start(command(task, checkpoint, steps, "--resume", *more))
     out, _ = process.communicate(timeout=300)
     return process.returncode == 0 and json.loads(out)["steps"] == steps

@@ -36,7 +36,7 @@ import torch
 import nhgd
 from benchmarks.environment import environment
 from nhgd._solution import CLOCKED
-from nhgd.checkpoint import Saved, exists
+from nhgd.checkpoint import SavedCheckpoint, exists
 from nhgd.cli._output import folder
 from nhgd.cli._program import app
 from nhgd.plot.png import write_png
@@ -113,7 +113,7 @@ def kept(path: Path, ended: Ended, least: int, seeds: Sequence[int] = (0,)) -> I
         return
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        saved = Saved(path)
+        saved = SavedCheckpoint(path)
         if saved.step < least:
             yield f"the checkpoint is of step {saved.step}, and there was one of step {least}"
         said = str(ended.error or "")
@@ -238,7 +238,7 @@ def after_command(place: Path, ended: Ended) -> Iterator[str]:
     left = sorted(os.listdir(place / "k")) if (place / "k").exists() else []
     if any(not name.startswith("checkpoint-") and name != "lock" for name in left):
         yield f"left behind: {left}"
-    if exists(place / "k") and Saved(place / "k").step not in (1, 2):
+    if exists(place / "k") and SavedCheckpoint(place / "k").step not in (1, 2):
         yield "the checkpoint is of another step"
     if "The last good checkpoint" in err and not exists(place / "k"):
         yield "a checkpoint is named that is not there"

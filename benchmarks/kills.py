@@ -32,7 +32,7 @@ import torch
 
 from benchmarks.environment import environment
 from nhgd._solution import CLOCKED
-from nhgd.checkpoint import Saved, exists
+from nhgd.checkpoint import SavedCheckpoint, exists
 from nhgd.cli._program import app
 
 TASKS = {
@@ -118,7 +118,7 @@ class Running:
 
 def contents(place: Path) -> tuple[dict[str, torch.Tensor], list[Any], int]:
     """The tensors, the rows and the step of the last checkpoint."""
-    saved = Saved(place)
+    saved = SavedCheckpoint(place)
     rows = saved.history(torch.device("cpu"))
     return saved.tensors, [{k: x for k, x in row.items() if k not in CLOCKED} for row in rows], saved.step
 
@@ -181,7 +181,7 @@ def tried(number: int, seed: int) -> dict[str, Any]:
         if case.execution == "distributed":
             time.sleep(1.0)  # its processes end with their launcher
         names = sorted(os.listdir(place))
-        reached = Saved(place).step
+        reached = SavedCheckpoint(place).step
         again = Running(case, case.words(place, every, "--resume"), folder / "log")
         code = again.ended(wait=True)
         said = (folder / "log").read_text()

@@ -28,7 +28,7 @@ from nhgd._stagnation import Course, StagnationWarning, held_by
 from nhgd._validation import validated, validated_but
 from nhgd.algorithm import AbstractAlgorithm, Loop, LoopSettings
 from nhgd.algorithm import resolve as resolve_algorithm
-from nhgd.checkpoint import CheckpointWriter, Saved, last_kept, schema
+from nhgd.checkpoint import CheckpointWriter, Progress, SavedCheckpoint, last_kept
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError, check_seed
 from nhgd.execution import AbstractExecutor
@@ -37,14 +37,6 @@ from nhgd.loop.settings import OptimizerFactory, Projection
 from nhgd.problem import Bilevel
 from nhgd.schedule import Rate
 from nhgd.stop import AbstractStop, Budget, Interrupted, Plateau, Run, Spent, Steps
-
-_KEPT_RUN = schema.optional(
-    schema.record(
-        first=schema.count,
-        began=schema.seconds,
-        rules=schema.listing(schema.record(name=schema.text, settings=schema.optional(schema.mapping(schema.number)))),
-    )
-)
 
 
 class Solver:
@@ -161,8 +153,7 @@ class Solver:
                 raise found from error
         if self._writer is not None:
             with self._telling_peers():
-                self._writer.begin(self.loop, self.algorithm, self._state, given)
-                self._writer.rehearse(self.loop, self._state, self._rest())
+                self._writer.begin(self._progress(), self.algorithm, given)
             weakref.finalize(self, self._writer.lock.release)
         # Where the solver is let go of without having been closed. An executor of the caller's may serve another by then.
         self.executor.user = user = object()
@@ -210,7 +201,7 @@ class Solver:
             settings: of the `Solver`. What was kept need not be given again, and may not differ; functions, such as a
                 step size or an optimiser's factory, cannot be kept and must be given.
         """
-        saved = Saved(path)
+        saved = SavedCheckpoint(path)
         chosen = saved.settings(settings, problem)
         strange = sorted(set(chosen) - set(inspect.signature(cls.__init__).parameters))
         if strange:
@@ -220,14 +211,9 @@ class Solver:
         solver = cls(problem, inner_data, outer_data, **chosen)
         assert solver._writer is not None
         with solver._telling_peers():
-            with solver._randomness.scope():
-                solver._state, rest = solver._writer.put_back(saved, solver.loop, solver._state)
-            with saved.readable("randomness"):
-                solver._randomness.restore(rest["randomness"])
-            with saved.readable("run"):
-                _KEPT_RUN(rest["run"], "run")
-                solver._interrupted = None if rest["run"] is None else Interrupted.read(rest["run"])
-            solver.seconds, solver.history = rest["seconds"], rest["history"]
+            progress = solver._progress()
+            solver.history = solver._writer.restore(saved, progress)
+        solver._state, solver.seconds, solver._interrupted = progress.state, progress.seconds, progress.interrupted
         solver._resumed = saved.path
         return solver
 
@@ -238,7 +224,7 @@ class Solver:
         if not self.executor.leads:
             return  # one process writes for all
         try:
-            self._writer.write(self.loop, self._state, self._rest(), self.history)
+            self._writer.write(self._progress(), self.history)
         except NhgdError as error:
             raise self._with_last(error) from error
 
@@ -247,13 +233,9 @@ class Solver:
         """What keeps the run, if anything does: `checkpoint.path`, and `checkpoint.step` of the last one written."""
         return self._writer
 
-    def _rest(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the solver itself."""
-        return {
-            "randomness": self._randomness.state(),
-            "seconds": self.seconds,
-            "run": None if self._run is None else self._run.kept(),
-        }
+    def _progress(self) -> Progress:
+        """What a checkpoint keeps of the run."""
+        return Progress(self.loop, self._state, self._randomness, self.seconds, self._run)
 
     def _with_last(self, error: NhgdError) -> NhgdError:
         """The same error, or the loss of a process behind it, naming the last good checkpoint."""
@@ -286,21 +268,21 @@ class Solver:
 
         What is given is to be called between two steps, where Ctrl-C may come.
         """
-        keeper = self._writer if self.executor.leads else None
+        writer = self._writer if self.executor.leads else None
         with ExitStack() as stack:
-            if keeper is not None:
-                stack.enter_context(keeper.at_work())
+            if writer is not None:
+                stack.enter_context(writer.at_work())
             try:
-                yield stack.enter_context(held_back(keeper is not None))
+                yield stack.enter_context(held_back(writer is not None))
                 stack.close()  # Ctrl-C may have come during the last step
             except KeyboardInterrupt as stop:
-                if keeper is not None:
-                    self._save_what_is_whole(keeper)
-                    stop.args = stop.args or (keeper.last().strip(),)
+                if writer is not None:
+                    self._save_what_is_whole(writer)
+                    stop.args = stop.args or (writer.last().strip(),)
                 raise
 
-    def _save_what_is_whole(self, keeper: CheckpointWriter) -> None:
-        if self._whole and keeper.step != self.loop.clock.k:
+    def _save_what_is_whole(self, writer: CheckpointWriter) -> None:
+        if self._whole and writer.step != self.loop.clock.k:
             try:
                 self.save()
             except NhgdError as error:

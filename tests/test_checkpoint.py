@@ -26,7 +26,7 @@ import nhgd
 from nhgd._solution import CLOCKED
 from nhgd._tree.encoding import Decoder, Encoder, Unencodable, expected
 from nhgd.algorithm import AID, NHGD, TTSA
-from nhgd.checkpoint import writer as keepers
+from nhgd.checkpoint import writer
 from nhgd.checkpoint.files import newest
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Nystrom, Refined
 from nhgd.schedule import Decay, Power
@@ -664,7 +664,7 @@ def test_errors_name_the_last_good_checkpoint(tmp_path):
 
 def test_checkpoints_take_a_small_part_of_the_time(tmp_path, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(keepers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(writer.time, "monotonic", lambda: now[0])
     keeper = quadratic().solver(checkpoint=tmp_path / "a").checkpoint
     now[0] += 29.9
     assert not keeper.due(5)
@@ -729,7 +729,7 @@ for _ in range(kills):
     time.sleep(chance.uniform(0, 0.03))
     os.kill(child, signal.SIGKILL)
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the child ended by itself"
-    steps.append(nhgd.checkpoint.Saved(path).step)
+    steps.append(nhgd.checkpoint.SavedCheckpoint(path).step)
 last = solver()
 solution = last.run(steps=steps[-1] + 3)
 expected = Quadratic(dim=6, outer_dim=3, samples=60, batch=20).build(0, torch.device("cpu"))

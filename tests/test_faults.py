@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import QUADRATIC, Moment, Trial, cut_off, distributed, good, harmed
-from nhgd.checkpoint import Saved, exists
+from nhgd.checkpoint import SavedCheckpoint, exists
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
 TIMEOUT = 3.0
@@ -73,7 +73,7 @@ def test_sigterm_ends_all_ranks_with_what_was_reached(tmp_path):
     assert trial.process.returncode == 143, err.decode()
     told = json.loads(out)
     assert told["partial"] is True
-    assert Saved(trial.checkpoint).step == told["steps"]
+    assert SavedCheckpoint(trial.checkpoint).step == told["steps"]
     assert f"Stopped by SIGTERM after outer step {told['steps']}. The last good checkpoint is" in err.decode()
     assert not trial.left()
 
@@ -130,4 +130,4 @@ def test_torchrun_starts_again_and_goes_on(tmp_path):
     assert process.returncode == 0, err.decode()
     assert json.loads(out)["steps"] == 120
     assert "Resuming from" in err.decode()
-    assert Saved(checkpoint).step == 120
+    assert SavedCheckpoint(checkpoint).step == 120

@@ -27,7 +27,7 @@ import torch
 
 import nhgd
 from benchmarks import file_faults
-from nhgd.checkpoint import Saved, disk, files, lock
+from nhgd.checkpoint import SavedCheckpoint, disk, files, lock
 from nhgd.checkpoint.files import newest, numbered
 from nhgd.cli._output import Folder
 from nhgd.execution import Thread
@@ -182,10 +182,10 @@ def test_an_earlier_run_stays_until_the_new_one_writes_its_first(tmp_path):
     kind = kept(tmp_path / "a")
     new = kind.solver(checkpoint=tmp_path / "a", overwrite=True, checkpoint_every=2, seed=1)
     new.step()
-    assert Saved(tmp_path / "a").step == 4
+    assert SavedCheckpoint(tmp_path / "a").step == 4
     assert new.checkpoint.last().endswith("/a still holds the earlier run, which was to be overwritten.")
     new.step()
-    assert Saved(tmp_path / "a").step == 2
+    assert SavedCheckpoint(tmp_path / "a").step == 2
     assert names(tmp_path / "a") == ["checkpoint-000005", "lock"]
     new.close()
     assert names(tmp_path / "a") == ["checkpoint-000005"]
@@ -245,22 +245,22 @@ def test_within_a_process_a_run_at_work_is_left_alone_and_an_idle_one_gives_way(
     second.run(steps=3)
     with pytest.raises(nhgd.RunError, match="holds checkpoints that this run has not written: another run has used"):
         first.step()
-    assert Saved(tmp_path / "a").step == 5
+    assert SavedCheckpoint(tmp_path / "a").step == 5
 
 
 def test_a_run_that_went_on_elsewhere_after_it_was_read_is_not_begun_twice(tmp_path, monkeypatch):
     kind = kept(tmp_path / "a", 2)
-    original = Saved.settings
+    original = SavedCheckpoint.settings
 
-    def overtaken(self: Saved, *given: Any) -> Any:
-        monkeypatch.setattr(Saved, "settings", original)
+    def overtaken(self: SavedCheckpoint, *given: Any) -> Any:
+        monkeypatch.setattr(SavedCheckpoint, "settings", original)
         kind.resumed(tmp_path / "a").run(steps=3)
         return original(self, *given)
 
-    monkeypatch.setattr(Saved, "settings", overtaken)
+    monkeypatch.setattr(SavedCheckpoint, "settings", overtaken)
     with pytest.raises(nhgd.InputError, match="another run has used the folder meanwhile"):
         kind.resumed(tmp_path / "a")
-    assert Saved(tmp_path / "a").step == 3
+    assert SavedCheckpoint(tmp_path / "a").step == 3
 
 
 def test_a_forked_process_does_not_hold_the_lock(tmp_path):
@@ -409,7 +409,7 @@ def test_a_version_of_the_future_is_not_walked_past(tmp_path):
     kind = kept(tmp_path / "a")
     file = newest(tmp_path / "a")[1] / "run.json"
     file.write_text(file.read_text().replace('"version": 3', '"version": 4'))
-    with pytest.raises(nhgd.InputError, match="has version 3 of the checkpoint's format"):
+    with pytest.raises(nhgd.InputError, match="has version 4 of the checkpoint's format"):
         kind.resumed(tmp_path / "a")
 
 
@@ -580,7 +580,7 @@ def test_a_save_costs_the_same_after_any_number_of_rows(tmp_path, monkeypatch):
     assert written_bytes(continued, monkeypatch) < few + 100
     for number, _ in numbered(tmp_path / "a"):
         shutil.copytree(files.called(tmp_path / "a", number), tmp_path / f"b{number}" / "checkpoint-000001")
-        assert Saved(tmp_path / f"b{number}").rows == Saved(tmp_path / "a").rows
+        assert SavedCheckpoint(tmp_path / f"b{number}").rows == SavedCheckpoint(tmp_path / "a").rows
 
 
 def test_rows_after_the_checkpoint_that_is_gone_on_from_are_not_seen_again(tmp_path):
@@ -725,7 +725,7 @@ def test_an_interruption_between_steps_is_kept_and_one_within_is_not(tmp_path, m
     monkeypatch.setattr(solver, "_save_if_due", interrupted)
     with pytest.raises(KeyboardInterrupt, match="outer step 1"):
         solver.run(steps=3)
-    assert Saved(tmp_path / "a").step == 1
+    assert SavedCheckpoint(tmp_path / "a").step == 1
 
 
 def test_a_solver_that_is_told_to_stop_ends_after_its_step():
@@ -779,7 +779,7 @@ def test_a_signal_ends_a_command_with_what_was_reached(name, tmp_path):
     written = strict_json((out / "result.json").read_text())
     assert written == told
     assert len((out / "history.jsonl").read_text().splitlines()) == told["steps"] > 0
-    assert Saved(place).step == told["steps"]
+    assert SavedCheckpoint(place).step == told["steps"]
     called = {"SIGINT": "Ctrl-C"}.get(name, name)
     assert f"Error: Stopped by {called} after outer step {told['steps']}. The last good checkpoint is" in found.stderr
     assert f"outer step {told['steps']}. What was reached is in {out}." in found.stderr

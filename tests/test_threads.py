@@ -17,7 +17,7 @@ from torch import Tensor
 import nhgd
 from nhgd import _threads as threads
 from nhgd._cost import largest
-from nhgd.checkpoint import Saved
+from nhgd.checkpoint import SavedCheckpoint
 from nhgd.inverse.base import AbstractInverse
 from tests import catalogue
 
@@ -197,7 +197,7 @@ def test_a_checkpoint_tells_the_threads_of_the_steps_and_a_resumed_run_takes_the
     whole, *_ = watched()
     expected = nhgd.Solver(whole, data, data, method="aid-cg").run(steps=4)
     nhgd.Solver(problem, data, data, method="aid-cg", checkpoint=tmp_path / "a").run(steps=2)
-    assert Saved(tmp_path / "a").document["threads"] == 1
+    assert SavedCheckpoint(tmp_path / "a").document["threads"] == 1
     monkeypatch.setattr(threads, "SMALL", 0.0)  # its first batch would not be called small any more
     again, _, seen = watched()
     solver = nhgd.Solver.resume(tmp_path / "a", again, data, data)  # a warning of other arithmetic would be an error

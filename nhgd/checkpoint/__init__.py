@@ -6,9 +6,11 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
+from nhgd.checkpoint.fields import Progress
 from nhgd.checkpoint.files import check_writable, newest
 from nhgd.checkpoint.lock import Lock
-from nhgd.checkpoint.writer import CheckpointWriter, Saved, as_path, refuse_kept
+from nhgd.checkpoint.reader import SavedCheckpoint, as_path
+from nhgd.checkpoint.writer import CheckpointWriter, refuse_kept
 from nhgd.errors import InputError
 
 
@@ -26,7 +28,7 @@ def last_kept(path: str | Path) -> str:
         with suppress(InputError), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if exists(path):
-                return f" The last good checkpoint is {path}, outer step {Saved(path).step}."
+                return f" The last good checkpoint is {path}, outer step {SavedCheckpoint(path).step}."
     return ""
 
 
@@ -43,4 +45,4 @@ def claimed(path: str | Path, overwrite: bool, resume: bool = False) -> Lock:
     return lock
 
 
-__all__ = ["CheckpointWriter", "Saved", "claimed", "exists", "last_kept"]
+__all__ = ["CheckpointWriter", "Progress", "SavedCheckpoint", "claimed", "exists", "last_kept"]

@@ -214,28 +214,33 @@ class Found:
     kept: Kept
 
 
-def read(path: Path) -> tuple[Found, list[Exception]]:
-    """The newest checkpoint under `path` that is as written, and what is wrong with those that are newer."""
+def read(path: Path, trees: Sequence[str]) -> tuple[Found, list[Exception]]:
+    """The newest checkpoint under `path` that is as written, and what is wrong with those that are newer.
+
+    Args:
+        path: where the checkpoints of a run lie.
+        trees: the names of what they hold.
+    """
     library = safetensors()
     wrong: list[Exception] = []
-    for found in _readable(path, library, wrong):
+    for found in _readable(path, trees, library, wrong):
         return found, wrong
     if not wrong:
         raise InputError(f"There is no checkpoint in {path}. Name the folder that was given as checkpoint=.")
     raise InputError(f"{wrong[0]} Restore the folder from a copy, or begin the run anew.") from wrong[0]
 
 
-def _readable(path: Path, library: ModuleType, wrong: list[Exception]) -> Iterator[Found]:
+def _readable(path: Path, trees: Sequence[str], library: ModuleType, wrong: list[Exception]) -> Iterator[Found]:
     for number, place in numbered(path):
         try:
-            yield _read(place, number, library)
+            yield _read(place, number, trees, library)
         except Damaged as error:
             wrong.append(error)
         except _failures() as error:
             wrong.append(InputError(f"The checkpoint {place} cannot be read: {_why(error)}."))
 
 
-def _read(place: Path, number: int, library: ModuleType) -> Found:
+def _read(place: Path, number: int, trees: Sequence[str], library: ModuleType) -> Found:
     file = place / REST
     try:
         document = json.loads(read_all(file).decode())
@@ -253,7 +258,7 @@ def _read(place: Path, number: int, library: ModuleType) -> Found:
         if hash_file(place / TENSORS) != document["tensors_sha256"]:
             raise Damaged(place / TENSORS)
         tensors = _loaded(place / TENSORS, library)
-        schema.check_document(contents, tensors)
+        schema.check_document(contents, tensors, trees)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, InputError):
             raise

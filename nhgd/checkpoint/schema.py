@@ -7,7 +7,7 @@ without a further look at kinds, sizes and names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, TypeAlias, Union, get_args, get_origin, get_type_hints
@@ -212,8 +212,8 @@ _VARIABLE = record(leaves=mapping(text), buffers=mapping(text), frozen=mapping(t
 _OPTIMISER = record(kind=text, groups=listing(mapping(anything)))
 
 
-def check_document(contents: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse contents that are not those of a checkpoint."""
+def check_document(contents: Any, tensors: Mapping[str, Tensor], trees: Iterable[str]) -> None:
+    """Refuse contents that are not those of a checkpoint, which holds `trees` of these names."""
     node = tree(tensors)
     record(
         step=count,
@@ -224,12 +224,8 @@ def check_document(contents: Any, tensors: Mapping[str, Tensor]) -> None:
         optimisers=record(inner=_OPTIMISER, outer=_OPTIMISER),
         settings=mapping(node),
         inverse=node,
-        loop=node,
-        state=node,
-        randomness=node,
-        seconds=node,
-        run=node,
         history=record(rows=count, bytes=count, sha256=text),
+        **dict.fromkeys(trees, node),
     )(contents, "contents")
 
 
