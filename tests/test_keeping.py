@@ -854,17 +854,15 @@ def test_a_signal_after_the_numbers_were_written_says_where_they_are(moment, tmp
     """The first one ends the run early in the case of the summary; the second one is that which does not wait."""
     out, place = tmp_path / "o", tmp_path / "c"
     program = (
-        "import dataclasses, os, signal, nhgd, nhgd.cli.run as command; from nhgd.cli import main\n"
+        "import os, signal, nhgd, nhgd.cli.run as command, nhgd.task.quadratic; from nhgd.cli import main\n"
         "def end(*given): os.kill(os.getpid(), signal.SIGTERM)\n"
         "def end_twice(*given): end(); end()\n"
         "def advance(solver, advanced=nhgd.Solver._advance):\n"
         "    if solver.loop.clock.k == 2: end()\n"
         "    return advanced(solver)\n"
-        "def build(*given, built=nhgd.task.Quadratic.build):\n"
-        "    return dataclasses.replace(built(*given), summary=end)\n"
     )
     program += {
-        "summary": "nhgd.Solver._advance = advance\nnhgd.task.Quadratic.build = build\n",
+        "summary": "nhgd.Solver._advance = advance\nnhgd.task.quadratic.QuadraticInstance.summary = end\n",
         "drawing": "nhgd.Solution.plot = end_twice\n",
         "printing": "command.print_json = end_twice\n",
     }[moment]
