@@ -34,8 +34,7 @@ from benchmarks.environment import environment
 from nhgd._recording.recorder import Recorder
 from nhgd.algorithm import NHGD
 from nhgd.execution import AbstractExecutor, Inline, Stream
-from nhgd.execution._remote import compact_ridge, solve_there
-from nhgd.inverse import KFAC, AbstractInverse, FisherDense, Identity
+from nhgd.inverse import KFAC, AbstractInverse, FisherDense, Identity, Learned
 from nhgd.oracle import Oracle
 
 DEVICE = torch.device("cuda")
@@ -122,14 +121,14 @@ def outer_step(
 class Alone:
     """The curvature of one outer step after another, with nothing beside it."""
 
-    def __init__(self, make: Callable[[], Any], inverse: AbstractInverse, batch: int, steps: int) -> None:
+    def __init__(self, make: Callable[[], Any], inverse: Learned[Any], batch: int, steps: int) -> None:
         self.bilevel, data, _ = make()
         self.inverse, self.steps = inverse, steps
         self.recorder = Recorder(self.bilevel, inverse.records, inverse.fisher)
         self.batches = cycle(list(islice(nhgd.Data(*data, batch=batch), 20_000 // batch)))
         self.state = inverse.init(self.bilevel.theta)
         self.u = torch.randn_like(self.bilevel.theta.flat())
-        self.ridge = compact_ridge(Oracle(self.bilevel, [None]))
+        self.ridge = Oracle(self.bilevel, [None]).ridge
 
     def prepare(self) -> None:
         # Anew each time, because a record keeps what was computed from it; and from many batches, because factors of low
@@ -141,7 +140,7 @@ class Alone:
         for record in self.records:
             assert record is not None
             self.state = self.inverse.observe(self.state, record)
-        solve_there(self.inverse, self.state, self.u, self.ridge)
+        self.inverse.solve(self.state, self.u, self.ridge)
 
 
 def busy(work: Callable[[], Any]) -> float:
@@ -159,9 +158,7 @@ def busy(work: Callable[[], Any]) -> float:
     return total / 1e6
 
 
-def measure(
-    name: str, widths: list[int], inverse: AbstractInverse, batch: int, steps: int, times: int
-) -> dict[str, Any]:
+def measure(name: str, widths: list[int], inverse: Learned[Any], batch: int, steps: int, times: int) -> dict[str, Any]:
     def make() -> Any:
         return problem(widths)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import singledispatch
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from nhgd.inverse._learned.kronecker import AbstractKronecker, layer_shapes
-from nhgd.inverse.base import AbstractInverse
+from nhgd.inverse._learned.kronecker import AbstractKronecker
+from nhgd.inverse._learned.layers import layer_shapes
+from nhgd.inverse.base import AbstractInverse, Learned
 from nhgd.inverse.broyden import Broyden
 from nhgd.inverse.ekfac import EKFAC
 from nhgd.inverse.exact import Exact
@@ -254,8 +255,8 @@ def _(inverse: FisherWindow, shape: Shape) -> Work:
     return Work(step, solve, record * shape.itemsize)
 
 
-@work.register
-def _(inverse: AbstractKronecker, shape: Shape) -> Work:
+@work.register(AbstractKronecker)
+def _(inverse: AbstractKronecker[Any], shape: Shape) -> Work:
     samples, roots = shape.samples, _roots(inverse, shape)
     double = inverse.dtype is torch.float64
     record = _record(inverse, shape)
@@ -318,11 +319,11 @@ def _at_times(operations: list[Operation], every: int) -> list[Operation]:
     return [o._replace(times=o.times / every) for o in operations]
 
 
-def _roots(inverse: AbstractInverse, shape: Shape) -> int:
+def _roots(inverse: Learned[Any], shape: Shape) -> int:
     return shape.outputs if inverse.fisher == "exact" else 1
 
 
-def _record(inverse: AbstractInverse, shape: Shape) -> float:
+def _record(inverse: Learned[Any], shape: Shape) -> float:
     """How many numbers the record of a batch has."""
     samples, roots = shape.samples, _roots(inverse, shape)
     if inverse.records == "sample":
@@ -331,7 +332,7 @@ def _record(inverse: AbstractInverse, shape: Shape) -> float:
     return float(samples * (seen + roots * sum(shape.others)))
 
 
-def _beside_layers(inverse: AbstractInverse, shape: Shape) -> list[Operation]:
+def _beside_layers(inverse: Learned[Any], shape: Shape) -> list[Operation]:
     """What recording takes beside the inner gradient: a pass for each root, and gradients of single samples."""
     if inverse.records == "batch":
         return []

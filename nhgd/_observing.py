@@ -87,7 +87,8 @@ class Observer:
         self.seed = seed
         self.steps = 0
         self.calls = OracleCalls()
-        self.state: Any = inverse.init(problem.theta)
+        self._learner = inverse.learner
+        self.state: Any = None if self._learner is None else self._learner.init(problem.theta)
         self._begun = False
         self._last: Batch = None
         self._own_loss = False  # whether a loss of the user's own was observed
@@ -95,8 +96,9 @@ class Observer:
         self._depth = 0
         self._passes: deque[list[Call]] = deque(maxlen=PASSES)
         self._recorder: Recorder | None = None
-        if inverse.records is not None:
-            self._recorder = Recorder(problem, inverse.records, inverse.fisher, couples=inverse.couples)
+        if self._learner is not None:
+            learner = self._learner
+            self._recorder = Recorder(problem, learner.records, learner.fisher, couples=learner.couples)
 
     def __enter__(self) -> Observer:
         if self._recorder is not None and self._recorder.taps.layers:
@@ -128,8 +130,7 @@ class Observer:
         if bad:
             raise InputError(f"The inner batch holds nan or inf: {bad}. Remove or impute such samples first.")
         self._begin()
-        wanted = self._recorder is not None and self.inverse.needs_record(self.steps)
-        found = Objective(self.problem, batch).step(self._recorder if wanted and self._recorder else NO_TAP, self.calls)
+        found = Objective(self.problem, batch).step(self._recorder_due() or NO_TAP, self.calls)
         self._passes.clear()
         self._last = batch
         return self._loss(found.value, found.gradient, found.record)
@@ -153,18 +154,19 @@ class Observer:
             )
         theta = self.problem.theta
         record: InnerRecord | None = None
-        if self._recorder is None or not self.inverse.needs_record(self.steps):
+        recorder = self._recorder_due()
+        if recorder is None:
             value, passes = given.mean(), 1
             found = torch.autograd.grad(value, theta.leaves, retain_graph=True, materialize_grads=True)
             gradient = list(found)
         else:
             with set_aside():
-                seen = self._recorder.passed_already(given, calls)
+                seen = recorder.passed_already(given, calls)
                 gradient = [
                     torch.zeros_like(p) if g is None else g for g, p in zip(seen.data, theta.leaves, strict=True)
                 ]
                 with torch.no_grad():
-                    record = self._recorder.record(None, seen, gradient)
+                    record = recorder.record(None, seen, gradient)
             value, passes = seen.value, seen.passes
         self.calls.inner_gradients += passes
         self.calls.samples += passes * len(given.values)
@@ -204,11 +206,17 @@ class Observer:
             return found
         return replace(found, stats=replace(found.stats, notes=found.stats.notes | {"assumed": ASSUMED}))
 
+    def _recorder_due(self) -> Recorder | None:
+        """What records this step, where the inverse takes its record."""
+        due = self._learner is not None and self._learner.needs_record(self.steps)
+        return self._recorder if due else None
+
     def _begin(self) -> None:
         """The inner loop of an outer step begins with its first loss."""
         if not self._begun:
             self._begun = True
-            self.state = self.inverse.begin(self.state)
+            if self._learner is not None:
+                self.state = self._learner.begin(self.state)
 
     def _loss(self, value: Tensor, gradient: Sequence[Tensor], record: InnerRecord | None) -> Tensor:
         """A loss whose gradient is known, and that is observed once it was asked for it."""
@@ -226,8 +234,8 @@ class Observer:
     def _differentiated(self, record: InnerRecord | None) -> None:
         """A loss was differentiated: what was recorded of it is learnt."""
         self.steps += 1
-        if record is not None:
-            self.state = self.inverse.observe(self.state, record)
+        if record is not None and self._learner is not None:
+            self.state = self._learner.observe(self.state, record)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._depth == 0:

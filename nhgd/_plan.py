@@ -120,9 +120,6 @@ def plan(
         notes = []
         if free is not None and size > free:
             notes.append(f"does not fit: {readable(free)} free")
-        limit = getattr(inverse, "max_dim", None)
-        if limit is not None and theta.numel > limit:
-            notes.append(f"refused above max_dim = {limit}")
         notes.extend(inverse.warnings_for(theta))
         notes.extend(_full_window(inverse, shape, prices))
         solve = prices.of(found.solve)

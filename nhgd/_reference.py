@@ -123,7 +123,7 @@ class Iterative:
         if not self.negative and not self.singular:
             x, best = torch.zeros_like(u), 1.0
             for _ in range(10):
-                found, stats = self._inverse.solve(self._state, u, self._at, x)
+                found, stats = self._inverse.apply(self._state, u, self._at, x)
                 self._tick(0.5)
                 self.negative = self.negative or stats.notes["negative_curvature"] or None
                 residual = float((u - self._at.hvp(found)).norm()) / size

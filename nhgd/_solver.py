@@ -532,7 +532,7 @@ class Solver:
 def _refuse_idle(executor: AbstractExecutor, algorithm: AbstractAlgorithm) -> None:
     """An execution with nothing to run would change nothing, and its user would believe that it did."""
     inverse = algorithm.online
-    if executor.background and not executor.gathers and (inverse is None or inverse.records is None):
+    if executor.background and not executor.gathers and (inverse is None or inverse.learner is None):
         by = "" if inverse is None or inverse.name in algorithm.name else f" with {inverse.name}"
         raise InputError(
             f"The method {algorithm.name}{by} learns no curvature from the inner steps, so {executor.name} execution would have"

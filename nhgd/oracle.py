@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from nhgd.data.batch import Batch
-from nhgd.data_parallel import Team
 from nhgd.errors import InputError
 from nhgd.objective import Objective, OracleCalls, OuterObjective
 from nhgd.problem import Bilevel
+from nhgd.ridge import Ridge
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,11 @@ class Oracle:
         """What random choices at this point may be drawn from."""
         return self._outer.seed
 
-    @property
-    def team(self) -> Team | None:
-        """Whose workers are all at this point, each with a part of its batches."""
-        return self.objectives[0].part.team or self._outer.part.team
+    @cached_property
+    def ridge(self) -> Ridge:
+        """The ridge's Hessian here."""
+        number = self.problem.ridge_number()
+        return Ridge(self.problem.ridge_diagonal() if number is None else number)
 
     def outer(self) -> OuterGradient:
         """The outer loss and its two gradients."""

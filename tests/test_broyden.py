@@ -14,7 +14,7 @@ from tests.test_inverse import positive, quadratic
 
 
 def error(inverse, hessian, u) -> float:
-    x, _ = inverse.solve(None, u, quadratic(hessian))
+    x, _ = inverse.solve(u, quadratic(hessian))
     solution = torch.linalg.solve(hessian, u)
     return float((x - solution).norm() / solution.norm())
 
@@ -54,10 +54,10 @@ def test_as_many_steps_as_parameters_on_real_problems(make):
 
 def test_one_product_a_step_and_one_for_the_first_x():
     hessian, u = positive(10, 3), normal(10)
-    _, stats = Broyden(steps=4, tol=0).solve(None, u, quadratic(hessian))
+    _, stats = Broyden(steps=4, tol=0).solve(u, quadratic(hessian))
     assert stats.hvps == 5
     assert not stats.converged
-    _, stats = Broyden(steps=50, tol=1e-6, pairs=20).solve(None, u, quadratic(hessian))
+    _, stats = Broyden(steps=50, tol=1e-6, pairs=20).solve(u, quadratic(hessian))
     assert stats.converged
     assert stats.hvps == stats.notes["iterations"] + 1 < 50
 
@@ -66,15 +66,15 @@ def test_one_product_a_step_and_one_for_the_first_x():
 def test_the_scale_of_the_problem_does_not_matter(scale):
     torch.manual_seed(0)
     hessian, u = positive(6), normal(6)
-    x, stats = Broyden(steps=4).solve(None, scale * u, quadratic(scale * hessian))
-    y, plain = Broyden(steps=4).solve(None, u, quadratic(hessian))
+    x, stats = Broyden(steps=4).solve(scale * u, quadratic(scale * hessian))
+    y, plain = Broyden(steps=4).solve(u, quadratic(hessian))
     torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-10)
     assert stats.residual == pytest.approx(plain.residual, rel=1e-6)
 
 
 def test_a_multiple_of_the_identity_takes_no_step():
     u = normal(6)
-    x, stats = Broyden().solve(None, u, quadratic(2 * torch.eye(6, dtype=torch.float64)))
+    x, stats = Broyden().solve(u, quadratic(2 * torch.eye(6, dtype=torch.float64)))
     torch.testing.assert_close(x, u / 2, rtol=1e-14, atol=0)
     assert stats.hvps == 1
 
@@ -83,15 +83,15 @@ def test_it_starts_where_it_is_told_unless_that_is_worse_than_zero():
     torch.manual_seed(0)
     hessian, u = positive(10, 2), normal(10)
     solution = torch.linalg.solve(hessian, u)
-    x, stats = Broyden().solve(None, u, quadratic(hessian), start=solution)
+    x, stats = Broyden().solve(u, quadratic(hessian), start=solution)
     assert stats.hvps == 1
     assert torch.equal(x, solution)
-    _, near = Broyden(steps=3).solve(None, u, quadratic(hessian), start=solution + 1e-4 * normal(10))
-    _, far = Broyden(steps=3).solve(None, u, quadratic(hessian))
+    _, near = Broyden(steps=3).solve(u, quadratic(hessian), start=solution + 1e-4 * normal(10))
+    _, far = Broyden(steps=3).solve(u, quadratic(hessian))
     assert near.residual < far.residual
-    bad, stats = Broyden(steps=3).solve(None, u, quadratic(hessian), start=1e3 * normal(10))
+    bad, stats = Broyden(steps=3).solve(u, quadratic(hessian), start=1e3 * normal(10))
     assert stats.hvps == 5
-    assert torch.equal(bad, Broyden(steps=3).solve(None, u, quadratic(hessian))[0])
+    assert torch.equal(bad, Broyden(steps=3).solve(u, quadratic(hessian))[0])
 
 
 def test_the_best_iterate_is_returned_when_later_ones_are_worse():
@@ -100,7 +100,7 @@ def test_the_best_iterate_is_returned_when_later_ones_are_worse():
     hessian, u = positive(20, 3), normal(20)
     rose = 0
     for steps in range(1, 12):
-        x, stats = Broyden(steps=steps, tol=0, line_search=False).solve(None, u, quadratic(hessian))
+        x, stats = Broyden(steps=steps, tol=0, line_search=False).solve(u, quadratic(hessian))
         assert stats.residual == pytest.approx(float((u - hessian @ x).norm() / u.norm()), abs=1e-8)
         assert stats.residual <= 1
         rose += stats.notes["last"] > stats.residual
@@ -109,7 +109,7 @@ def test_the_best_iterate_is_returned_when_later_ones_are_worse():
 
 def test_an_indefinite_hessian_is_solved_too():
     hessian, u = torch.diag(torch.tensor([3.0, -2, 1, -0.5], dtype=torch.float64)), normal(4)
-    x, stats = Broyden(steps=20, tol=1e-10).solve(None, u, quadratic(hessian))
+    x, stats = Broyden(steps=20, tol=1e-10).solve(u, quadratic(hessian))
     assert stats.converged
     torch.testing.assert_close(x, u / hessian.diagonal(), rtol=1e-8, atol=1e-8)
 
@@ -117,7 +117,7 @@ def test_an_indefinite_hessian_is_solved_too():
 def test_a_singular_hessian_leaves_the_least_residual():
     hessian = torch.diag(torch.tensor([3.0, 1, 0], dtype=torch.float64))
     u = torch.ones(3, dtype=torch.float64)
-    x, stats = Broyden(steps=50, tol=1e-10).solve(None, u, quadratic(hessian))
+    x, stats = Broyden(steps=50, tol=1e-10).solve(u, quadratic(hessian))
     assert not stats.converged
     assert stats.residual == pytest.approx(3**-0.5, rel=1e-4)
     torch.testing.assert_close(hessian @ x, torch.tensor([1.0, 1, 0], dtype=torch.float64), rtol=0, atol=1e-2)
@@ -125,14 +125,14 @@ def test_a_singular_hessian_leaves_the_least_residual():
 
 def test_damping_is_added_to_the_diagonal():
     hessian, u = positive(5), normal(5)
-    x, _ = Broyden(steps=20, tol=1e-12, damping=0.7).solve(None, u, quadratic(hessian))
+    x, _ = Broyden(steps=20, tol=1e-12, damping=0.7).solve(u, quadratic(hessian))
     expected = torch.linalg.solve(hessian + 0.7 * torch.eye(5, dtype=torch.float64), u)
     torch.testing.assert_close(x, expected, rtol=1e-8, atol=1e-10)
 
 
 def test_what_is_not_finite_is_named():
     with pytest.raises(nhgd.NonFiniteError, match="Broyden: the residual is nan after 0 steps"):
-        Broyden().solve(None, torch.full((3,), float("nan")).double(), quadratic(positive(3)))
+        Broyden().solve(torch.full((3,), float("nan")).double(), quadratic(positive(3)))
 
 
 def test_the_number_behind_the_name_counts_steps():

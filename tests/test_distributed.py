@@ -27,7 +27,6 @@ from nhgd._tree import tensors
 from nhgd.algorithm import AID, NHGD, AbstractAlgorithm, NHGDSingle
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError
 from nhgd.execution import Distributed, Inline
-from nhgd.execution._remote import ridge_point
 from nhgd.execution.base import Report
 from nhgd.execution.distributed.assignment import Division
 from nhgd.execution.distributed.channel import Channel, Message
@@ -38,6 +37,7 @@ from nhgd.execution.distributed.server import Serving
 from nhgd.execution.distributed.wire import Layout, from_bytes, joined, shapes, to_bytes
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Refined
 from nhgd.loop.loop import Loop, StepInfo
+from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 from tests import catalogue, oracles
 from tests.processes import together
@@ -685,7 +685,7 @@ def test_a_kept_factor_is_of_the_ridge_that_it_was_made_with(alone):
     for l2 in (0.1, 0.1, 0.1, 0.3, 0.3):
         ridge = torch.full_like(u, 2 * l2)
         _, (x,) = serving._solved(Message(Word.SOLVE, 0, {"marked": False, "damping": None}, [u, ridge], 0))
-        expected, _ = inverse.solve(state, u, ridge_point(u, ridge))
+        expected, _ = inverse.solve(state, u, Ridge(ridge))
         torch.testing.assert_close(x, expected)
 
 

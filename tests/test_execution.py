@@ -122,6 +122,10 @@ class Slow:
     def __getattr__(self, name):
         return getattr(self.inside, name)
 
+    @property
+    def learner(self):
+        return self
+
     def observe(self, state, record):
         assert self.gate.wait(20)
         return self.inside.observe(state, record)
@@ -194,6 +198,10 @@ def test_what_the_thread_raises_is_raised_in_the_inner_loop():
         def __getattr__(self, name):
             return getattr(inverse, name)
 
+        @property
+        def learner(self):
+            return self
+
         def observe(self, state, record):
             raise InputError("the factor is singular")
 
@@ -240,6 +248,10 @@ def test_records_that_share_memory_with_v_are_copied():
     class Watching:
         def __getattr__(self, name):
             return getattr(FisherDiagonal(), name)
+
+        @property
+        def learner(self):
+            return self
 
         def observe(self, state, record):
             seen.append(record.rows)
@@ -363,7 +375,7 @@ def test_of_the_gradient_of_a_batch_one_row_is_sent_and_u_the_ridge_and_x(kind):
     row = 8 * problem.theta.numel
     assert executor.measured().bytes_sent == row
     solving, state, _ = executor.curvature()
-    solving.solve(state, torch.ones(problem.theta.numel, dtype=torch.float64), Oracle(problem, [batch], None))
+    solving.apply(state, torch.ones(problem.theta.numel, dtype=torch.float64), Oracle(problem, [batch], None))
     assert executor.measured().bytes_sent == 3 * row + 8
     executor.close()
 
@@ -407,6 +419,10 @@ def test_the_thread_works_while_the_inner_loop_does():
     class Sleepy:
         def __getattr__(self, name):
             return getattr(inverse, name)
+
+        @property
+        def learner(self):
+            return self
 
         def observe(self, state, record):
             time.sleep(0.02)

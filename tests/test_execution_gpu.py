@@ -280,7 +280,7 @@ def test_a_stale_copy_waits_for_nothing_that_comes_after_it():
         """An inverse of which a test decides when a record is launched."""
 
         def __init__(self, inverse):
-            self.inverse, self.gate = inverse, threading.Semaphore(0)
+            self.inverse, self.gate, self.learner = inverse, threading.Semaphore(0), self
 
         def __getattr__(self, name):
             return getattr(self.inverse, name)
@@ -377,7 +377,7 @@ def test_after_a_second_start_records_are_still_waited_for(backend):
         made_late = row.clone().fill_(1.0)  # on the inner stream, after the sleep
         executor.submit(BatchGradient(None, made_late, 4))
     solving, state, _ = executor.curvature()
-    x, _ = solving.solve(state, torch.ones_like(row), Oracle(problem, [next(iter(data))], None))
+    x, _ = solving.apply(state, torch.ones_like(row), Oracle(problem, [next(iter(data))], None))
     assert bool(torch.isfinite(x).all())
     executor.drain()
     matrix = executor.snapshot()[0].matrix.cpu()

@@ -97,7 +97,7 @@ def test_two_thousand_full_rank_steps_equal_the_definition(form: Any, options: A
     inverse = FisherDense(form=form, **options)
     batches = normal(2000, 1, D) * torch.linspace(0.3, 3, D, dtype=torch.float64)
     at, u = oracle(l2=0.05), normal(D, seed=1)
-    x, stats = inverse.solve(taught(inverse, batches), u, at)
+    x, stats = inverse.apply(taught(inverse, batches), u, at)
     true = definition(inverse, batches)
     if form == "matrix":
         true = true + 0.1 * torch.eye(D, dtype=torch.float64)
@@ -148,7 +148,7 @@ def test_the_matrix_needs_no_prior_and_corrects_the_bias_of_its_start() -> None:
 @pytest.mark.parametrize("damping", [None, 0.0, 0.3])
 def test_ridge_and_damping_are_exact(l2: Any, damping: float | None) -> None:
     batches, u, at = normal(3, 4, 8), normal(8, seed=1), oracle(8, l2)
-    x, stats = FisherDense(damping=damping).solve(taught(FisherDense(), batches), u, at)
+    x, stats = FisherDense(damping=damping).apply(taught(FisherDense(), batches), u, at)
     shifted = definition(FisherDense(), batches) + oracles.ridge_hessian(at.problem)
     shifted += (damping or 0.0) * torch.eye(8, dtype=torch.float64)
     torch.testing.assert_close(x, torch.linalg.solve(shifted, u), rtol=1e-12, atol=1e-12)
@@ -157,7 +157,7 @@ def test_ridge_and_damping_are_exact(l2: Any, damping: float | None) -> None:
 
 def test_without_a_ridge_the_damping_is_a_share_of_the_mean_diagonal() -> None:
     batches, u = normal(3, 4, 8), normal(8, seed=1)
-    x, stats = FisherDense().solve(taught(FisherDense(), batches), u, oracle(8))
+    x, stats = FisherDense().apply(taught(FisherDense(), batches), u, oracle(8))
     true = definition(FisherDense(), batches)
     damping = 1e-3 * float(true.diagonal().mean())
     assert stats.notes["damping"] == pytest.approx(damping, rel=1e-12)
@@ -173,7 +173,7 @@ def test_the_ridge_is_not_in_the_fisher_matrix() -> None:
     for given in (problem, plain):
         torch.testing.assert_close(learn(FisherDense(), given, [inner_batch]).matrix, f, rtol=1e-12, atol=1e-14)
     u = normal(problem.theta.numel)
-    x, _ = FisherDense().solve(learn(FisherDense(), problem, [inner_batch]), u, Oracle(problem, [inner_batch]))
+    x, _ = FisherDense().apply(learn(FisherDense(), problem, [inner_batch]), u, Oracle(problem, [inner_batch]))
     torch.testing.assert_close(f @ x + 0.1 * x, u)
 
 
@@ -348,12 +348,12 @@ def test_the_guard_can_restart_from_the_prior(dtype: torch.dtype) -> None:
     before = 0
     for rows in batches:
         state = inverse.observe(state, per_sample(rows))
-        assert bool(torch.isfinite(inverse.solve(state, u, at)[0]).all())
+        assert bool(torch.isfinite(inverse.apply(state, u, at)[0]).all())
         if state.restarts > before:
             assert torch.equal(state.matrix, torch.eye(D, dtype=dtype))
             before = state.restarts
     assert before > 0
-    assert inverse.solve(state, u, at)[1].notes["restarts"] == before
+    assert inverse.apply(state, u, at)[1].notes["restarts"] == before
     assert state.observed == 400
 
 
@@ -366,7 +366,7 @@ def test_gradients_of_low_rank_are_right_where_they_lie_or_stopped(form: Any, op
     inverse = FisherDense(form=form, prior=scale**2, **options)
     at, u = oracle(l2=0.05 * scale**2), basis @ normal(10, seed=2)
     try:
-        x, _ = inverse.solve(taught(inverse, batches), u, at)
+        x, _ = inverse.apply(taught(inverse, batches), u, at)
     except NonFiniteError:
         assert form == "inverse"
         assert inverse.update == "ema"
@@ -401,7 +401,7 @@ def test_nothing_non_finite_gets_through() -> None:
         with pytest.raises(NonFiniteError, match="observation 1 holds nan or inf"):
             inverse.observe(state, per_sample(bad))
         with pytest.raises(NonFiniteError, match="solution"):
-            inverse.solve(state, torch.full((4,), torch.nan), oracle(4, 0.1))
+            inverse.apply(state, torch.full((4,), torch.nan), oracle(4, 0.1))
 
 
 # Manners.
@@ -414,16 +414,16 @@ def test_before_any_observation_there_is_the_prior_or_the_ridge() -> None:
         (FisherDense(), 0.1, u / 0.2),
         (FisherDense(damping=0.5), 0.0, u / 0.5),
     ):
-        x, _ = inverse.solve(inverse.init(oracle(4).problem.theta), u, oracle(4, l2))
+        x, _ = inverse.apply(inverse.init(oracle(4).problem.theta), u, oracle(4, l2))
         torch.testing.assert_close(x, true)
     with pytest.raises(InputError, match=r"observed no inner step yet.*l2 above 0, or pass damping"):
-        FisherDense().solve(FisherDense().init(oracle(4).problem.theta), u, oracle(4))
+        FisherDense().apply(FisherDense().init(oracle(4).problem.theta), u, oracle(4))
 
 
 def test_a_singular_matrix_is_refused() -> None:
     inverse = FisherDense(damping=0.0)
     with pytest.raises(InputError, match="larger damping"):
-        inverse.solve(taught(inverse, torch.zeros(1, 2, 4, dtype=torch.float64)), normal(4), oracle(4))
+        inverse.apply(taught(inverse, torch.zeros(1, 2, 4, dtype=torch.float64)), normal(4), oracle(4))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -432,8 +432,8 @@ def test_solve_is_linear_symmetric_and_pure(form: Any) -> None:
     state = taught(inverse, normal(5, 3, 8))
     before = state.clone()
     a, b = normal(8, seed=1), normal(8, seed=2)
-    xa, xb = inverse.solve(state, a, at)[0], inverse.solve(state, b, at)[0]
-    torch.testing.assert_close(inverse.solve(state, 2 * a - b, at)[0], 2 * xa - xb)
+    xa, xb = inverse.apply(state, a, at)[0], inverse.apply(state, b, at)[0]
+    torch.testing.assert_close(inverse.apply(state, 2 * a - b, at)[0], 2 * xa - xb)
     torch.testing.assert_close(a.dot(xb), b.dot(xa))
     for name, tensor in state.tensors().items():
         assert torch.equal(tensor, before.tensors()[name])
@@ -458,7 +458,7 @@ def test_float64_by_default_whatever_theta_is() -> None:
     at = Oracle(problem, [torch.ones(2, 3)])
     state = learn(FisherDense(), problem, [torch.ones(2, 3)])
     assert state.matrix.dtype == torch.float64
-    x, _ = FisherDense().solve(state, torch.ones(3), at)
+    x, _ = FisherDense().apply(state, torch.ones(3), at)
     assert x.dtype == torch.float32
 
 

@@ -70,7 +70,7 @@ def test_solves_with_the_ridge_of_every_coordinate_and_the_damping(make: Make, d
     problem, batch, _ = make()
     u = normal(problem.theta.numel)
     inverse = FisherDiagonal(damping=damping)
-    x, stats = inverse.solve(learn(inverse, problem, [batch]), u, nhgd.oracle.Oracle(problem, [batch]))
+    x, stats = inverse.apply(learn(inverse, problem, [batch]), u, nhgd.oracle.Oracle(problem, [batch]))
     torch.testing.assert_close(x, u / (oracles.damped_fisher(problem, batch).diagonal() + (damping or 0.0)))
     assert stats == nhgd.inverse.SolveStats(None, 0, True, {"damping": damping or 0.0})
 
@@ -78,7 +78,7 @@ def test_solves_with_the_ridge_of_every_coordinate_and_the_damping(make: Make, d
 def test_damping_is_a_thousandth_of_the_mean_where_there_is_no_ridge() -> None:
     problem, batch, _ = mlp_module()
     bare = nhgd.Bilevel(problem.inner, problem.outer, problem.theta.given, problem.v.given)
-    _, stats = FisherDiagonal().solve(
+    _, stats = FisherDiagonal().apply(
         learn(FisherDiagonal(), bare, [batch]), normal(bare.theta.numel), nhgd.oracle.Oracle(bare, [batch])
     )
     mean = float(oracles.fisher(problem, batch).diagonal().mean())
@@ -101,10 +101,10 @@ def test_weights_of_zero_leave_the_ridge() -> None:
     u = normal(problem.theta.numel)
     state = learn(FisherDiagonal(), problem, [batch])
     at = nhgd.oracle.Oracle(problem, [batch])
-    torch.testing.assert_close(FisherDiagonal().solve(state, u, at)[0], u / (2 * 0.02))
+    torch.testing.assert_close(FisherDiagonal().apply(state, u, at)[0], u / (2 * 0.02))
     bare = nhgd.Bilevel(problem.inner, problem.outer, problem.theta.given, problem.v.given)
     with pytest.raises(nhgd.InputError, match="singular"):
-        FisherDiagonal().solve(state, u, nhgd.oracle.Oracle(bare, [batch]))
+        FisherDiagonal().apply(state, u, nhgd.oracle.Oracle(bare, [batch]))
 
 
 def test_state_is_left_alone_moves_and_saves() -> None:
@@ -113,14 +113,14 @@ def test_state_is_left_alone_moves_and_saves() -> None:
     state = learn(inverse, problem, [batch])
     before = state.diagonal.clone()
     u, at = normal(problem.theta.numel), nhgd.oracle.Oracle(problem, [batch])
-    x = inverse.solve(state, u, at)[0]
+    x = inverse.apply(state, u, at)[0]
     record = Recorder(problem, "layer").step(tuple(t[:3] for t in batch)).record
     assert record is not None
     later = inverse.observe(state, record)
     assert torch.equal(state.diagonal, before)
     restored = stored(state)
-    assert torch.equal(inverse.solve(state.to("cpu"), u, at)[0], x)
-    assert torch.equal(inverse.solve(restored, u, at)[0], x)
+    assert torch.equal(inverse.apply(state.to("cpu"), u, at)[0], x)
+    assert torch.equal(inverse.apply(restored, u, at)[0], x)
     assert torch.equal(inverse.observe(restored, record).diagonal, later.diagonal)
 
 
@@ -134,7 +134,7 @@ def test_statistics_are_in_float32_or_better(option: Any, expected: torch.dtype)
     inverse = FisherDiagonal(dtype=option)
     state = learn(inverse, small, [batch])
     assert state.diagonal.dtype == expected
-    found = inverse.solve(state, normal(small.theta.numel).bfloat16(), nhgd.oracle.Oracle(small, [batch]))[0]
+    found = inverse.apply(state, normal(small.theta.numel).bfloat16(), nhgd.oracle.Oracle(small, [batch]))[0]
     assert found.dtype == torch.bfloat16
     assert inverse.memory(small.theta) == 4 * small.theta.numel * expected.itemsize
 
@@ -143,7 +143,7 @@ def test_refuses_to_solve_before_it_has_observed() -> None:
     problem, batch, _ = mlp_module()
     inverse = FisherDiagonal()
     with pytest.raises(nhgd.InputError, match="observed no inner step"):
-        inverse.solve(inverse.init(problem.theta), normal(problem.theta.numel), nhgd.oracle.Oracle(problem, [batch]))
+        inverse.apply(inverse.init(problem.theta), normal(problem.theta.numel), nhgd.oracle.Oracle(problem, [batch]))
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_the_window_equals_dense_algebra(weights: Any, roots: int, sizes: list[i
     for l2 in RIDGES:
         for damping in (None, 0.3):
             at = oracle(l2=l2)
-            x, stats = FisherWindow(8, weights, 0.6, "sample", damping=damping).solve(state, u, at)
+            x, stats = FisherWindow(8, weights, 0.6, "sample", damping=damping).apply(state, u, at)
             assert error(x, solved(f, at, damping or 0.0, u)) < 1e-10
             assert stats.notes["damping"] == (damping or 0.0)
             assert (stats.residual, stats.hvps, stats.converged) == (None, 0, True)
@@ -101,12 +101,12 @@ def test_without_a_ridge_the_damping_is_a_share_of_the_mean_diagonal(weights: An
     batches, u = [normal(3, D, seed=b) for b in range(4)], normal(D, seed=99)
     f = definition(inverse, batches)
     damping = 1e-3 * float(f.diagonal().mean())
-    x, stats = inverse.solve(taught(inverse, batches), u, oracle())
+    x, stats = inverse.apply(taught(inverse, batches), u, oracle())
     assert stats.notes["damping"] == pytest.approx(damping, rel=1e-12)
     assert error(x, solved(f, oracle(), damping, u)) < 1e-10
     # A ridge that leaves out one parameter is no ridge for the default.
     partial = oracle(l2=lambda v: v * (torch.arange(D) > 0))
-    assert inverse.solve(taught(inverse, batches), u, partial)[1].notes["damping"] == pytest.approx(damping)
+    assert inverse.apply(taught(inverse, batches), u, partial)[1].notes["damping"] == pytest.approx(damping)
 
 
 def test_one_row_a_step_from_batch_gradients() -> None:
@@ -116,7 +116,7 @@ def test_one_row_a_step_from_batch_gradients() -> None:
     for row in rows:
         state = inverse.observe(state, BatchGradient(row, 5 * row, samples=32))
     u, at = normal(D, seed=1), oracle(l2=0.05)
-    assert error(inverse.solve(state, u, at)[0], solved(rows[2:].T @ rows[2:] / 4, at, 0.0, u)) < 1e-10
+    assert error(inverse.apply(state, u, at)[0], solved(rows[2:].T @ rows[2:] / 4, at, 0.0, u)) < 1e-10
 
 
 @pytest.mark.parametrize("make", catalogue.PER_SAMPLE, ids=lambda make: make.__name__)
@@ -125,7 +125,7 @@ def test_it_inverts_the_empirical_fisher_matrix_and_the_ridge(make: Any, records
     problem, inner_batch, _ = make()
     u = normal(problem.theta.numel)
     inverse = FisherWindow(records=records)
-    x, _ = inverse.solve(learn(inverse, problem, [inner_batch]), u, Oracle(problem, [inner_batch]))
+    x, _ = inverse.apply(learn(inverse, problem, [inner_batch]), u, Oracle(problem, [inner_batch]))
     assert error(x, torch.linalg.solve(oracles.damped_fisher(problem, inner_batch), u)) < 1e-9
 
 
@@ -227,7 +227,7 @@ def test_layers_give_the_same_as_gradients(name: str, keep: str, fisher: Any, mo
     for l2 in trees(problem).values():
         ridged = nhgd.Bilevel(problem.inner, problem.outer, problem.theta.given, problem.v.given, l2=l2)
         at = Oracle(ridged, [batches[0]])
-        assert error(layer.solve(one, u, at)[0], sample.solve(two, u, at)[0]) < 1e-10
+        assert error(layer.apply(one, u, at)[0], sample.apply(two, u, at)[0]) < 1e-10
 
 
 def test_small_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,11 +239,11 @@ def test_small_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     for records in ("layer", "sample"):
         inverse = FisherWindow(window=9, records=records)
         for where in (at, Oracle(ridged, [batches[0]])):
-            whole = inverse.solve(learn(inverse, problem, batches), u, where)[0]
+            whole = inverse.apply(learn(inverse, problem, batches), u, where)[0]
             monkeypatch.setattr(gram, "PIECE", 20)
             monkeypatch.setattr(fisher_window, "NUMBERS_AT_A_TIME", 20)
             monkeypatch.setattr(fisher_window, "ROWS_AT_A_TIME", 2)
-            assert error(inverse.solve(learn(inverse, problem, batches), u, where)[0], whole) < 1e-12
+            assert error(inverse.apply(learn(inverse, problem, batches), u, where)[0], whole) < 1e-12
             monkeypatch.undo()
 
 
@@ -299,10 +299,10 @@ def test_exact_on_a_linear_softmax_model_is_the_hessian(records: Any) -> None:
     inverse = FisherWindow(records=records, fisher="exact")
     everything = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
     u, at = normal(problem.theta.numel, seed=9), Oracle(problem, [everything])
-    x, stats = inverse.solve(learn(inverse, problem, batches), u, at)
+    x, stats = inverse.apply(learn(inverse, problem, batches), u, at)
     assert stats.notes["rows"] == 36
     assert error(x, torch.linalg.solve(oracles.hessian(problem, everything), u)) < 1e-8
-    assert error(x, nhgd.inverse.Exact().solve(None, u, at)[0]) < 1e-8
+    assert error(x, nhgd.inverse.Exact().solve(u, at)[0]) < 1e-8
 
 
 @pytest.mark.parametrize("records", ["layer", "sample"])
@@ -318,7 +318,7 @@ def test_exact_on_a_network_with_a_squared_error_is_the_ggn(records: Any) -> Non
     problem = nhgd.Bilevel(inner, lambda m, v, b: m(b[0]).sum(), net, v, l2=0.05, likelihood="gaussian")
     inverse = FisherWindow(records=records, fisher="exact")
     u, at = normal(problem.theta.numel, seed=9), Oracle(problem, [(x, y)])
-    found, _ = inverse.solve(learn(inverse, problem, [(x[:5], y[:5]), (x[5:], y[5:])]), u, at)
+    found, _ = inverse.apply(learn(inverse, problem, [(x[:5], y[:5]), (x[5:], y[5:])]), u, at)
     assert error(at.ggn(found), u) < 1e-8
     assert error(found, torch.linalg.solve(oracles.ggn(problem, (x, y)) + oracles.ridge_hessian(problem), u)) < 1e-8
 
@@ -365,7 +365,7 @@ def test_directions_without_visits_keep_the_damping_for_ever() -> None:
     for _ in range(500):
         state = inverse.observe(state, PerSampleGradients(rows, 4))
     u = F.pad(normal(D - 2, seed=1), (2, 0))
-    torch.testing.assert_close(inverse.solve(state, u, oracle())[0], u / 0.1)
+    torch.testing.assert_close(inverse.apply(state, u, oracle())[0], u / 0.1)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -377,7 +377,7 @@ def test_float32_gradients_of_low_rank_are_right_where_they_lie(weights: Any) ->
     assert state.rows["0"].dtype == torch.float32
     for l2, damping in ((5e-4, 0.0), (0.0, None)):
         at = oracle(50, l2)
-        x, stats = inverse.solve(state, u.float(), at)
+        x, stats = inverse.apply(state, u.float(), at)
         true = solved(definition(inverse, [b.double() for b in batches]), at, stats.notes["damping"], u)
         assert x.dtype == torch.float32
         assert bool(torch.isfinite(x).all())
@@ -401,9 +401,9 @@ def test_a_step_multiplies_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -
     state = taught(inverse, [normal(3, D, seed=i) for i in range(4)])
     assert seen == [(3, 3), (3, 6), (2, 8), (1, 8), (3, 8)]  # the third goes round the end of the ring
     for l2 in (0.1, lambda v: v.sum()):
-        inverse.solve(state, normal(D), oracle(l2=l2))
+        inverse.apply(state, normal(D), oracle(l2=l2))
     assert len(seen) == 5  # a constant ridge needs no new product, whatever its value
-    inverse.solve(state, normal(D), oracle(l2=lambda v: v))
+    inverse.apply(state, normal(D), oracle(l2=lambda v: v))
     assert seen[5:] == [(8, 8)]
 
 
@@ -436,17 +436,17 @@ def test_before_any_observation_there_is_the_ridge_or_the_damping() -> None:
         (FisherWindow(damping=0.5), 0.0, u / 0.5),
         (FisherWindow(damping=0.5), lambda v: v, u / (0.5 + 2 * torch.linspace(0.1, 1, D, dtype=torch.float64))),
     ):
-        x, stats = inverse.solve(inverse.init(oracle().problem.theta), u, oracle(l2=l2))
+        x, stats = inverse.apply(inverse.init(oracle().problem.theta), u, oracle(l2=l2))
         torch.testing.assert_close(x, true)
         assert stats.notes["samples"] == 0
     with pytest.raises(InputError, match=r"observed no inner step yet.*l2 above 0, or pass damping"):
-        FisherWindow().solve(FisherWindow().init(oracle().problem.theta), u, oracle())
+        FisherWindow().apply(FisherWindow().init(oracle().problem.theta), u, oracle())
 
 
 def test_no_ridge_and_no_damping_is_refused() -> None:
     inverse = FisherWindow(window=20, records="sample", damping=0.0)
     with pytest.raises(InputError, match="both 0 for some parameters"):
-        inverse.solve(taught(inverse, [normal(20, D)]), normal(D), oracle())
+        inverse.apply(taught(inverse, [normal(20, D)]), normal(D), oracle())
 
 
 def test_what_is_not_finite_is_named_and_leaves_with_its_sample() -> None:
@@ -456,12 +456,12 @@ def test_what_is_not_finite_is_named_and_leaves_with_its_sample() -> None:
     good = normal(4, D, seed=1)
     state = taught(inverse, [bad])
     with pytest.raises(NonFiniteError, match=r"gradient in the window.*inner_lr"):
-        inverse.solve(state, normal(D), oracle(l2=0.1))
+        inverse.apply(state, normal(D), oracle(l2=0.1))
     state = inverse.observe(state, PerSampleGradients(good, 4))
     at, u = oracle(l2=0.1), normal(D, seed=2)
-    assert error(inverse.solve(state, u, at)[0], solved(good.T @ good / 4, at, 0.0, u)) < 1e-10
+    assert error(inverse.apply(state, u, at)[0], solved(good.T @ good / 4, at, 0.0, u)) < 1e-10
     with pytest.raises(NonFiniteError, match="solution"):
-        inverse.solve(state, torch.full((D,), torch.inf, dtype=torch.float64), at)
+        inverse.apply(state, torch.full((D,), torch.inf, dtype=torch.float64), at)
 
 
 @pytest.mark.parametrize("l2", RIDGES)
@@ -470,10 +470,10 @@ def test_solve_is_linear_symmetric_and_pure(l2: Any) -> None:
     state = taught(inverse, [normal(3, D, seed=i) for i in range(4)])
     before = state.clone()
     a, b = normal(D, seed=1), normal(D, seed=2)
-    xa, xb = inverse.solve(state, a, at)[0], inverse.solve(state, b, at)[0]
-    torch.testing.assert_close(inverse.solve(state, 2 * a - b, at)[0], 2 * xa - xb)
+    xa, xb = inverse.apply(state, a, at)[0], inverse.apply(state, b, at)[0]
+    torch.testing.assert_close(inverse.apply(state, 2 * a - b, at)[0], 2 * xa - xb)
     torch.testing.assert_close(a.dot(xb), b.dot(xa))
-    assert torch.equal(inverse.operator(state, at)(a), xa)
+    assert torch.equal(inverse.preconditioner(state, at)(a), xa)
     for path, tensor in state.tensors().items():
         assert torch.equal(tensor, before.tensors()[path])
     assert at.calls.hvps == 0
@@ -492,7 +492,7 @@ def test_the_state_moves_and_saves(name: str) -> None:
         assert torch.equal(tensor, two.tensors()[path])
     assert not torch.equal(copy.gram, one.gram)
     u, at = normal(problem.theta.numel), Oracle(problem, [batches[0]])
-    assert torch.equal(inverse.solve(one, u, at)[0], inverse.solve(two, u, at)[0])
+    assert torch.equal(inverse.apply(one, u, at)[0], inverse.apply(two, u, at)[0])
 
 
 def test_an_empty_state_with_odd_names_saves_too() -> None:

@@ -46,7 +46,7 @@ def at_optimum(case: InverseCase, make: Make) -> tuple[AbstractInverse, nhgd.Bil
 def test_it_inverts_its_matrix(case: InverseCase, make: Make) -> None:
     inverse, problem, batch, point, state = at_optimum(case, make)
     u = normal(problem.theta.numel)
-    x, stats = inverse.solve(state, u, point)
+    x, stats = inverse.apply(state, u, point)
     assert x.shape == u.shape
     assert x.dtype == u.dtype
     if case.matrix is not None:
@@ -64,7 +64,7 @@ def test_it_inverts_its_matrix(case: InverseCase, make: Make) -> None:
 def test_it_is_linear_and_symmetric(case: InverseCase, make: Make) -> None:
     inverse, problem, _, point, state = at_optimum(case, make)
     u, v = normal(problem.theta.numel), normal(problem.theta.numel)
-    a, b, c = (inverse.solve(state, w, point)[0] for w in (u, v, 2 * u - 3 * v))
+    a, b, c = (inverse.apply(state, w, point)[0] for w in (u, v, 2 * u - 3 * v))
     assert float((c - (2 * a - 3 * b)).norm()) <= 10 * case.tol * sizes(a, b)
     if case.symmetric:
         assert abs(float(u @ b - v @ a)) <= 10 * case.tol * sizes(u, v) * sizes(a, b)
@@ -83,8 +83,8 @@ def test_it_has_manners(case: InverseCase, make: Make) -> None:
         state = learn(inverse, problem, [inner_batch])
         before = {} if state is None else {k: t.clone() for k, t in state.tensors().items()}
         point = Oracle(problem, [inner_batch], outer_batch, calls=calls)
-        first, stats = inverse.solve(state, u, point)
-        second, _ = inverse.solve(state, u, Oracle(problem, [inner_batch], outer_batch))
+        first, stats = inverse.apply(state, u, point)
+        second, _ = inverse.apply(state, u, Oracle(problem, [inner_batch], outer_batch))
     assert torch.equal(first, second)
     assert torch.equal(u, given)
     assert stats.hvps == calls.hvps
@@ -95,7 +95,7 @@ def test_it_has_manners(case: InverseCase, make: Make) -> None:
 @each_inverse
 def test_zero_goes_to_zero(case: InverseCase) -> None:
     inverse, problem, _, point, state = at_optimum(case, case.problems[0])
-    x, stats = inverse.solve(state, torch.zeros(problem.theta.numel, dtype=torch.float64), point)
+    x, stats = inverse.apply(state, torch.zeros(problem.theta.numel, dtype=torch.float64), point)
     assert torch.equal(x, torch.zeros_like(x))
     assert stats.converged
 
@@ -104,10 +104,10 @@ def test_zero_goes_to_zero(case: InverseCase) -> None:
 def test_a_start_is_not_written_to(case: InverseCase) -> None:
     inverse, problem, _, point, state = at_optimum(case, case.problems[0])
     u = normal(problem.theta.numel)
-    expected, _ = inverse.solve(state, u, point)
+    expected, _ = inverse.apply(state, u, point)
     start = normal(problem.theta.numel)
     given = start.clone()
-    x, _ = inverse.solve(state, u, point, start)
+    x, _ = inverse.apply(state, u, point, start)
     assert torch.equal(start, given)
     assert float((x - expected).norm()) <= 10 * case.tol * float(expected.norm())
 
@@ -117,10 +117,10 @@ def test_one_operator_serves_many_sides(case: InverseCase) -> None:
     inverse, problem, _, point, state = at_optimum(case, case.problems[0])
     if inverse.name == "refined":
         pytest.skip("its operator is that of the inverse inside")
-    apply = inverse.operator(state, point)
+    apply = inverse.preconditioner(state, point)
     for _ in range(2):
         u = normal(problem.theta.numel)
-        expected, _ = inverse.solve(state, u, point)
+        expected, _ = inverse.apply(state, u, point)
         assert float((apply(u) - expected).norm()) <= 10 * case.tol * float(expected.norm())
 
 
@@ -132,7 +132,7 @@ def test_float32_stays_float32(case: InverseCase) -> None:
     inverse = case.make()
     state = learn(inverse, problem, [batch])
     u = torch.ones(problem.theta.numel)
-    found, _ = inverse.solve(state, u, Oracle(problem, [batch]))
+    found, _ = inverse.apply(state, u, Oracle(problem, [batch]))
     assert found.dtype == torch.float32
     assert bool(torch.isfinite(found).all())
 
@@ -144,9 +144,9 @@ def test_the_state_survives_storage(case: InverseCase) -> None:
         pytest.skip("it has no state")
     assert isinstance(state, State)
     u = normal(problem.theta.numel)
-    expected, _ = inverse.solve(state, u, point)
+    expected, _ = inverse.apply(state, u, point)
     for copy in (stored(state), state.to("cpu"), state.clone()):
-        assert torch.equal(inverse.solve(copy, u, point)[0], expected)
+        assert torch.equal(inverse.apply(copy, u, point)[0], expected)
 
 
 @each_inverse
@@ -156,7 +156,8 @@ def test_it_describes_itself(case: InverseCase) -> None:
     assert inverse.summary().endswith(".")
     problem, _, _ = case.problems[0]()
     assert inverse.memory(problem.theta) >= 0
-    assert inverse.records in (None, "batch", "raw", "sample", "layer")
+    learner = inverse.learner
+    assert learner is None or learner.records in ("batch", "raw", "sample", "layer")
     assert all(isinstance(caution, str) for caution in inverse.warnings_for(problem.theta))
     with pytest.raises(dataclasses.FrozenInstanceError):
         inverse.name = "other"  # type: ignore[misc]
@@ -209,7 +210,7 @@ def positive(size: int, spread: float = 1.0) -> Tensor:
 
 def test_cg_needs_one_step_for_a_multiple_of_the_identity() -> None:
     u = normal(6)
-    x, stats = CG(steps=1).solve(None, u, quadratic(2 * torch.eye(6, dtype=torch.float64)))
+    x, stats = CG(steps=1).solve(u, quadratic(2 * torch.eye(6, dtype=torch.float64)))
     assert torch.equal(x, u / 2)
     assert stats.converged
     assert stats.hvps == 1
@@ -220,10 +221,10 @@ def test_cg_returns_its_last_iterate() -> None:
     """After k steps on k distinct eigenvalues it has the solution, and not a step less."""
     hessian, u = torch.diag(torch.tensor([1.0, 1, 2, 2, 5, 5], dtype=torch.float64)), normal(6)
     expected = torch.linalg.solve(hessian, u)
-    x, stats = CG(steps=3, tol=0).solve(None, u, quadratic(hessian))
+    x, stats = CG(steps=3, tol=0).solve(u, quadratic(hessian))
     torch.testing.assert_close(x, expected, rtol=1e-12, atol=1e-12)
     assert stats.hvps == 3
-    x, _ = CG(steps=2, tol=0).solve(None, u, quadratic(hessian))
+    x, _ = CG(steps=2, tol=0).solve(u, quadratic(hessian))
     assert float((x - expected).norm()) > 1e-3
 
 
@@ -238,7 +239,7 @@ def test_cg_stays_finite_long_after_it_has_converged(dtype: torch.dtype, scale: 
         torch.zeros(20, dtype=dtype),
     )
     u = normal(20).to(dtype)
-    x, stats = CG(steps=200, tol=0).solve(None, u, Oracle(problem, [None]))
+    x, stats = CG(steps=200, tol=0).solve(u, Oracle(problem, [None]))
     assert not stats.notes["negative_curvature"]
     assert stats.converged
     error = (hessian @ x - u).norm() / u.norm()
@@ -250,20 +251,20 @@ def test_cg_stays_finite_long_after_it_has_converged(dtype: torch.dtype, scale: 
 def test_cg_is_exact_after_as_many_steps_as_dimensions(size: int, spread: float, seed: int) -> None:
     torch.manual_seed(seed)
     hessian, u = positive(size, spread), normal(size)
-    x, _ = CG(steps=3 * size, tol=1e-14).solve(None, u, quadratic(hessian))
+    x, _ = CG(steps=3 * size, tol=1e-14).solve(u, quadratic(hessian))
     torch.testing.assert_close(x, torch.linalg.solve(hessian, u), rtol=1e-6, atol=1e-9)
 
 
 def test_cg_stops_before_negative_curvature() -> None:
     """The second direction would climb: what the first one gave is kept."""
     hessian, u = torch.diag(torch.tensor([3.0, 2, -0.5], dtype=torch.float64)), torch.tensor([1.0, 1, 1]).double()
-    x, stats = CG().solve(None, u, quadratic(hessian))
+    x, stats = CG().solve(u, quadratic(hessian))
     assert stats.notes["negative_curvature"]
     assert not stats.converged
     step = float(u @ u / (u @ hessian @ u))
     torch.testing.assert_close(x, step * u, rtol=1e-12, atol=1e-12)
     assert stats.residual == pytest.approx(float((hessian @ x - u).norm() / u.norm()))
-    x, stats = CG().solve(None, u, quadratic(-torch.eye(3, dtype=torch.float64)))
+    x, stats = CG().solve(u, quadratic(-torch.eye(3, dtype=torch.float64)))
     assert torch.equal(x, torch.zeros_like(x))
     assert stats.notes["negative_curvature"]
 
@@ -288,17 +289,17 @@ def test_cg_starts_where_it_is_told() -> None:
     hessian, u = positive(10, 2), normal(10)
     point = quadratic(hessian)
     solution = torch.linalg.solve(hessian, u)
-    x, stats = CG().solve(None, u, point, start=solution)
+    x, stats = CG().solve(u, point, start=solution)
     assert stats.hvps == 1
     torch.testing.assert_close(x, solution, rtol=1e-12, atol=1e-12)
-    _, far = CG(steps=3).solve(None, u, point)
-    _, near = CG(steps=3).solve(None, u, point, start=solution + 1e-3 * normal(10))
+    _, far = CG(steps=3).solve(u, point)
+    _, near = CG(steps=3).solve(u, point, start=solution + 1e-3 * normal(10))
     assert near.residual < far.residual
 
 
 def test_cg_names_what_is_not_finite() -> None:
     with pytest.raises(nhgd.NonFiniteError, match="CG: the curvature along the search direction is nan in product 1"):
-        CG().solve(None, torch.full((3,), float("nan")).double(), quadratic(torch.eye(3, dtype=torch.float64)))
+        CG().solve(torch.full((3,), float("nan")).double(), quadratic(torch.eye(3, dtype=torch.float64)))
 
 
 @pytest.mark.parametrize(
@@ -313,7 +314,7 @@ def test_cg_names_what_is_not_finite() -> None:
 )
 def test_damping_is_added_to_the_diagonal(inverse: AbstractInverse, shift: float) -> None:
     hessian, u = positive(5), normal(5)
-    x, _ = inverse.solve(None, u, quadratic(hessian))
+    x, _ = inverse.solve(u, quadratic(hessian))
     expected = torch.linalg.solve(hessian + shift * torch.eye(5, dtype=torch.float64), u)
     torch.testing.assert_close(x, expected, rtol=1e-7, atol=1e-9)
 
@@ -324,7 +325,7 @@ def test_damping_is_added_to_the_diagonal(inverse: AbstractInverse, shift: float
 @pytest.mark.parametrize("terms", [1, 2, 7])
 def test_the_neumann_series_has_one_summand_more_than_products(terms: int) -> None:
     hessian, u, phi = positive(5), normal(5), 0.05
-    x, stats = Neumann(terms=terms, phi=phi).solve(None, u, quadratic(hessian))
+    x, stats = Neumann(terms=terms, phi=phi).solve(u, quadratic(hessian))
     step = torch.eye(5, dtype=torch.float64) - phi * hessian
     expected = phi * sum(torch.linalg.matrix_power(step, k) @ u for k in range(terms + 1))
     torch.testing.assert_close(x, expected, rtol=1e-12, atol=1e-12)
@@ -334,10 +335,10 @@ def test_the_neumann_series_has_one_summand_more_than_products(terms: int) -> No
 
 def test_phi_comes_from_a_power_iteration() -> None:
     hessian, u = positive(5, 2), normal(5)
-    _, stats = Neumann(terms=5, power_steps=50).solve(None, u, quadratic(hessian))
+    _, stats = Neumann(terms=5, power_steps=50).solve(u, quadratic(hessian))
     assert stats.notes["phi"] == pytest.approx(1 / 100, rel=1e-6)
     assert stats.hvps == 5 + 1 + 50
-    _, stats = FixedPoint(steps=5, power_steps=50).solve(None, u, quadratic(hessian))
+    _, stats = FixedPoint(steps=5, power_steps=50).solve(u, quadratic(hessian))
     assert stats.notes["lr"] == pytest.approx(1 / 100, rel=1e-6)
 
 
@@ -353,7 +354,7 @@ def test_the_largest_eigenvalue() -> None:
 )
 def test_too_large_a_step_is_reported(inverse: AbstractInverse, setting: str) -> None:
     hessian, u = positive(5), normal(5)  # the largest eigenvalue is 10, so the step must be below 0.2
-    x, stats = inverse.solve(None, u, quadratic(hessian))
+    x, stats = inverse.solve(u, quadratic(hessian))
     assert stats.notes["diverged"]
     assert stats.notes[setting] == 0.5
     assert not stats.converged
@@ -368,7 +369,7 @@ def test_phi_is_halved_when_the_power_iteration_was_too_short() -> None:
     """One product from a fixed start sees a fraction of the top eigenvalue here."""
     hessian, u = torch.diag(torch.tensor([100.0] + [1.0] * 39, dtype=torch.float64)), normal(40)
     assert largest_eigenvalue(quadratic(hessian), u, 1) < 50
-    x, stats = Neumann(terms=5000, power_steps=1, tol=1e-6).solve(None, u, quadratic(hessian))
+    x, stats = Neumann(terms=5000, power_steps=1, tol=1e-6).solve(u, quadratic(hessian))
     assert stats.converged
     assert not stats.notes["diverged"]
     assert stats.notes["phi"] < 2 / 100
@@ -379,19 +380,19 @@ def test_a_fixed_point_stops_by_itself_and_starts_where_it_is_told() -> None:
     hessian, u = positive(5), normal(5)
     solution = torch.linalg.solve(hessian, u)
     inverse = FixedPoint(steps=3, lr=0.1, tol=1e-6)
-    x, stats = inverse.solve(None, u, quadratic(hessian), start=solution)
+    x, stats = inverse.solve(u, quadratic(hessian), start=solution)
     assert stats.hvps == 1
     assert stats.converged
     assert torch.equal(x, solution)
-    _, stats = inverse.solve(None, u, quadratic(hessian))
+    _, stats = inverse.solve(u, quadratic(hessian))
     assert stats.hvps == 3
     assert not stats.converged
 
 
 def test_a_fixed_point_from_zero_is_the_neumann_series() -> None:
     hessian, u = positive(5), normal(5)
-    x, _ = FixedPoint(steps=6, lr=0.05).solve(None, u, quadratic(hessian))
-    y, _ = Neumann(terms=5, phi=0.05).solve(None, u, quadratic(hessian))
+    x, _ = FixedPoint(steps=6, lr=0.05).solve(u, quadratic(hessian))
+    y, _ = Neumann(terms=5, phi=0.05).solve(u, quadratic(hessian))
     torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
@@ -400,16 +401,16 @@ def test_a_fixed_point_from_zero_is_the_neumann_series() -> None:
 
 def test_exact_solves_what_is_not_positive_definite() -> None:
     hessian, u = torch.diag(torch.tensor([3.0, -2, 1], dtype=torch.float64)), normal(3)
-    x, stats = Exact().solve(None, u, quadratic(hessian))
+    x, stats = Exact().solve(u, quadratic(hessian))
     assert not stats.notes["positive_definite"]
     assert stats.converged
     torch.testing.assert_close(x, u / hessian.diagonal())
-    assert Exact().solve(None, u, quadratic(hessian.abs()))[1].notes["positive_definite"]
+    assert Exact().solve(u, quadratic(hessian.abs()))[1].notes["positive_definite"]
 
 
 def test_exact_on_a_singular_hessian_says_that_it_failed() -> None:
     hessian, u = torch.diag(torch.tensor([3.0, 0], dtype=torch.float64)), torch.ones(2, dtype=torch.float64)
-    x, stats = Exact().solve(None, u, quadratic(hessian))
+    x, stats = Exact().solve(u, quadratic(hessian))
     assert not stats.converged
     torch.testing.assert_close(x, torch.tensor([1 / 3, 0.0], dtype=torch.float64))
     assert stats.residual == pytest.approx(2**-0.5)
@@ -418,12 +419,12 @@ def test_exact_on_a_singular_hessian_says_that_it_failed() -> None:
 def test_exact_refuses_what_is_too_large() -> None:
     problem, batch, _ = mlp_module()
     with pytest.raises(nhgd.InputError, match=r"24 x 24 matrix.*Use cg, or raise max_dim \(now 10\)"):
-        Exact(max_dim=10).solve(None, problem.theta.flat(), Oracle(problem, [batch]))
+        Exact(max_dim=10).solve(problem.theta.flat(), Oracle(problem, [batch]))
 
 
 def test_the_identity_scales() -> None:
     u = normal(4)
-    x, stats = Identity(scale=0.25).solve(None, u, quadratic(torch.eye(4, dtype=torch.float64)))
+    x, stats = Identity(scale=0.25).solve(u, quadratic(torch.eye(4, dtype=torch.float64)))
     assert torch.equal(x, u / 4)
     assert stats.hvps == 0
 
@@ -432,7 +433,7 @@ def test_products_are_counted_in_batches() -> None:
     problem, batch, outer_batch = settled(plain_tensor)
     halves = [tuple(t[:5] for t in batch), tuple(t[5:] for t in batch)]
     u = normal(problem.theta.numel)
-    whole, one = Exact().solve(None, u, Oracle(problem, [batch], outer_batch))
-    split, two = Exact().solve(None, u, Oracle(problem, halves, outer_batch))
+    whole, one = Exact().solve(u, Oracle(problem, [batch], outer_batch))
+    split, two = Exact().solve(u, Oracle(problem, halves, outer_batch))
     torch.testing.assert_close(split, whole, rtol=1e-10, atol=1e-12)
     assert (one.hvps, two.hvps) == (6, 12)

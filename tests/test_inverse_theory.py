@@ -45,7 +45,7 @@ def krylov(hessian: Tensor, u: Tensor, count: int) -> Tensor:
 def test_neumann_is_off_by_a_power(system, terms: int) -> None:
     """x - x* = -(I - phi H)^(terms + 1) x*."""
     hessian, u, solution = system
-    x, _ = Neumann(terms=terms, phi=0.1).solve(None, u, quadratic(hessian))
+    x, _ = Neumann(terms=terms, phi=0.1).solve(u, quadratic(hessian))
     torch.testing.assert_close(x - solution, -decay(hessian, 0.1, terms + 1) @ solution, rtol=1e-10, atol=1e-13)
 
 
@@ -56,14 +56,14 @@ def test_the_fixed_point_and_the_quadratic_forget_the_start_at_the_same_rate(sys
     start = solution + 0.01 * normal(SIZE)  # good enough for the fixed point to take it
     left = decay(hessian, 0.1, steps) @ (start - solution)
     for inverse in (FixedPoint(steps=steps, lr=0.1, tol=0), QuadraticSGD(steps=steps, beta=0.1)):
-        x, _ = inverse.solve(None, u, quadratic(hessian), start)
+        x, _ = inverse.solve(u, quadratic(hessian), start)
         torch.testing.assert_close(x - solution, left, rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize("steps", KNOBS)
 def test_cg_is_the_best_of_its_krylov_space_and_keeps_below_chebyshevs_bound(system, steps: int) -> None:
     hessian, u, solution = system
-    x, _ = CG(steps=steps, tol=0).solve(None, u, quadratic(hessian))
+    x, _ = CG(steps=steps, tol=0).solve(u, quadratic(hessian))
     K = krylov(hessian, u, steps)
     best = K @ torch.linalg.solve(K.T @ hessian @ K, K.T @ u)  # minimises the energy over the space
     torch.testing.assert_close(x, best, rtol=1e-9, atol=1e-12)
@@ -78,7 +78,7 @@ def test_broyden_approaches_the_least_residual_of_its_krylov_space(system) -> No
     hessian, u, solution = system
     residuals = []
     for steps in range(1, SIZE + 1):
-        x, stats = Broyden(steps=steps, tol=0).solve(None, u, quadratic(hessian))
+        x, stats = Broyden(steps=steps, tol=0).solve(u, quadratic(hessian))
         K = krylov(hessian, u, min(steps + 1, SIZE))
         least = (u - hessian @ K @ torch.linalg.lstsq(hessian @ K, u[:, None]).solution[:, 0]).norm() / u.norm()
         assert stats.residual >= float(least) - 1e-12
@@ -91,7 +91,7 @@ def test_broyden_approaches_the_least_residual_of_its_krylov_space(system) -> No
 def test_broyden_with_more_pairs_leaves_less(system) -> None:
     """Only with a pair for every dimension is G the inverse."""
     hessian, u, _ = system
-    left = [Broyden(steps=SIZE, pairs=n, tol=0).solve(None, u, quadratic(hessian))[1].residual for n in (1, 4, SIZE)]
+    left = [Broyden(steps=SIZE, pairs=n, tol=0).solve(u, quadratic(hessian))[1].residual for n in (1, 4, SIZE)]
     assert left[0] > left[1] > left[2]
     assert left[1] > 1e-4
     assert left[2] < 1e-10
@@ -101,11 +101,11 @@ def test_nystrom_falls_monotonically_with_the_rank(system) -> None:
     """The columns are nested, so H - C W^+ C^T, a Schur complement, shrinks in every direction, and u . x with it."""
     hessian, u, solution = system
     point = quadratic(hessian)
-    energies = [float(u @ Nystrom(rank=k, rho=1e-2).solve(None, u, point)[0]) for k in range(1, SIZE + 1)]
+    energies = [float(u @ Nystrom(rank=k, rho=1e-2).solve(u, point)[0]) for k in range(1, SIZE + 1)]
     assert all(b < a for a, b in pairwise(energies))
     shifted = torch.linalg.solve(hessian + 1e-2 * torch.eye(SIZE, dtype=torch.float64), u)
     assert energies[-1] == pytest.approx(float(u @ shifted), rel=1e-10)
-    x, stats = Nystrom(rank=SIZE).solve(None, u, point)
+    x, stats = Nystrom(rank=SIZE).solve(u, point)
     torch.testing.assert_close(x, solution, rtol=1e-10, atol=1e-12)
     assert stats.notes["rho"] == 0
 
@@ -114,6 +114,6 @@ def test_nystrom_loses_its_bias_with_rho(system) -> None:
     """At full rank x - x* = -rho (H + rho I)^{-1} x*."""
     hessian, u, solution = system
     for rho in (1.0, 1e-2, 1e-6):
-        x, _ = Nystrom(rank=SIZE, rho=rho).solve(None, u, quadratic(hessian))
+        x, _ = Nystrom(rank=SIZE, rho=rho).solve(u, quadratic(hessian))
         shifted = hessian + rho * torch.eye(SIZE, dtype=torch.float64)
         torch.testing.assert_close(x - solution, -rho * torch.linalg.solve(shifted, solution), rtol=1e-8, atol=1e-13)

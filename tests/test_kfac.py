@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 import nhgd
 from nhgd._recording.recorder import Recorder
-from nhgd.execution._remote import RidgePoint, solve_there
 from nhgd.inverse import EKFAC, KFAC
-from nhgd.inverse._learned.kronecker import Basis
+from nhgd.inverse._learned.eigenbasis import Basis, decomposed
 from nhgd.inverse._learned.learning import learn
 from nhgd.inverse._learned.statistics import second_moments
 from nhgd.inverse.ekfac import _carried
 from nhgd.oracle import Oracle
+from nhgd.ridge import Ridge
 from tests import catalogue, oracles
 from tests.storage import stored
 
@@ -134,7 +134,7 @@ def direction(problem: nhgd.Bilevel) -> Tensor:
 
 
 def solved(inverse: Any, problem: nhgd.Bilevel, batches: list[Any], u: Tensor) -> Tensor:
-    return inverse.solve(learn(inverse, problem, batches), u, nhgd.oracle.Oracle(problem, batches))[0]
+    return inverse.apply(learn(inverse, problem, batches), u, nhgd.oracle.Oracle(problem, batches))[0]
 
 
 def assert_solves(x: Tensor, matrix: Tensor, u: Tensor, tol: float = 1e-9) -> None:
@@ -265,7 +265,7 @@ def test_sampled_fisher_of_one_sample_is_that_of_one_label() -> None:
 
 def learn_and_solve(problem: nhgd.Bilevel, batch: Any, u: Tensor, seed: int) -> Tensor:
     inverse = KFAC(fisher="sampled")
-    return inverse.solve(learn(inverse, problem, [batch], seed), u, nhgd.oracle.Oracle(problem, [batch]))[0]
+    return inverse.apply(learn(inverse, problem, [batch], seed), u, nhgd.oracle.Oracle(problem, [batch]))[0]
 
 
 @pytest.mark.parametrize("net", ["mlp", "sequence", "conv, groups", "others"])
@@ -306,7 +306,7 @@ def test_damping_is_a_thousandth_of_the_mean_diagonal_where_there_is_no_ridge(in
     u = direction(problem)
     matrix = oracles.kfac(problem, [batch]) if inverse is KFAC else oracles.ekfac(problem, batch)
     state = learn(inverse(), problem, [batch])
-    x, stats = inverse().solve(state, u, nhgd.oracle.Oracle(problem, [batch]))
+    x, stats = inverse().apply(state, u, nhgd.oracle.Oracle(problem, [batch]))
     assert stats.notes["damping"] == pytest.approx(1e-3 * float(matrix.trace()) / len(u), rel=1e-12)
     assert (stats.residual, stats.hvps, stats.converged) == (None, 0, True)
     assert_solves(x, matrix + stats.notes["damping"] * eye(len(u)), u, 1e-8)
@@ -314,7 +314,7 @@ def test_damping_is_a_thousandth_of_the_mean_diagonal_where_there_is_no_ridge(in
 
 def matrix_of(inverse: Any, problem: nhgd.Bilevel, batch: Any) -> Tensor:
     """The matrix that is inverted, without the ridge, read off its inverse."""
-    solve = inverse.operator(learn(inverse, problem, [batch]), nhgd.oracle.Oracle(problem, [batch]))
+    solve = inverse.preconditioner(learn(inverse, problem, [batch]), nhgd.oracle.Oracle(problem, [batch]))
     return torch.linalg.inv(torch.stack([solve(row) for row in eye(problem.theta.numel)])) - oracles.ridge_hessian(
         problem
     )
@@ -345,14 +345,14 @@ def test_ridge_that_differs_within_a_layer_is_averaged_over_it_and_exact_elsewhe
     names = dict(zip(problem.theta.names, problem.theta.slices().values(), strict=True))
     mean = (ridge["linear.weight"].sum() + 3 * 0.5) / 12
     diagonal[names["linear.weight"]] = diagonal[names["linear.bias"]] = 2 * mean
-    x, stats = inverse().solve(learn(inverse(), problem, [batch]), u, nhgd.oracle.Oracle(problem, [batch]))
+    x, stats = inverse().apply(learn(inverse(), problem, [batch]), u, nhgd.oracle.Oracle(problem, [batch]))
     assert_solves(x, matrix + torch.diag(diagonal), u)
     assert stats.notes["ridge"] == "averaged over layers"
     assert stats.notes["damping"] == 0.0
 
     same, batch = made("others", l2=lambda v: dict.fromkeys(ridge, torch.tensor(0.1).double()))
     assert (
-        "ridge" not in inverse().solve(learn(inverse(), same, [batch]), u, nhgd.oracle.Oracle(same, [batch]))[1].notes
+        "ridge" not in inverse().apply(learn(inverse(), same, [batch]), u, nhgd.oracle.Oracle(same, [batch]))[1].notes
     )
 
 
@@ -360,14 +360,14 @@ def test_ridge_that_differs_within_a_layer_is_averaged_over_it_and_exact_elsewhe
 def test_large_parameters_outside_layers_get_a_diagonal(inverse: Any) -> None:
     problem, batch = made("others")
     u = direction(problem)
-    x, stats = inverse(dense_limit=0).solve(
+    x, stats = inverse(dense_limit=0).apply(
         learn(inverse(dense_limit=0), problem, [batch]), u, nhgd.oracle.Oracle(problem, [batch])
     )
     assert stats.notes["others"] == dict.fromkeys(("scale", "norm.weight", "norm.bias"), "diagonal")
     others = [i for name, place in problem.theta.slices().items() if "linear" not in name for i in range(len(u))[place]]
     diagonal = (oracles.fisher(problem, batch) + oracles.ridge_hessian(problem)).diagonal()
     torch.testing.assert_close(x[others], (u / diagonal)[others])
-    _, stats = inverse().solve(learn(inverse(), problem, [batch]), u, nhgd.oracle.Oracle(problem, [batch]))
+    _, stats = inverse().apply(learn(inverse(), problem, [batch]), u, nhgd.oracle.Oracle(problem, [batch]))
     assert set(stats.notes["others"].values()) == {"dense"}
 
 
@@ -409,7 +409,7 @@ def test_periods() -> None:
     assert [KFAC(factor_every=3).needs_record(step) for step in range(5)] == [True, False, False, True, False]
 
     def after(inverse: KFAC, count: int) -> Tensor:
-        return inverse.solve(learn(inverse, problem, parts[:count]), u, at)[0]
+        return inverse.apply(learn(inverse, problem, parts[:count]), u, at)[0]
 
     for count, since in ((1, 1), (2, 1), (3, 3), (5, 3), (6, 6)):
         torch.testing.assert_close(after(kept, count), after(now, since))
@@ -449,7 +449,7 @@ def test_ekfac_is_exact_over_several_batches_in_one_basis() -> None:
     q = torch.kron(basis.score_vectors[0], basis.input_vectors[0])
     diagonal = (q.T @ whole[at[:, None], at] @ q).diagonal()
     torch.testing.assert_close(state.moments["0.weight"].reshape(-1), diagonal)
-    x, _ = inverse.solve(state, u, nhgd.oracle.Oracle(problem, [batch]))
+    x, _ = inverse.apply(state, u, nhgd.oracle.Oracle(problem, [batch]))
     assert_solves(x[at], q @ torch.diag(diagonal) @ q.T + 2 * L2 * eye(len(at)), u[at])
 
 
@@ -507,11 +507,11 @@ def test_solve_is_linear_symmetric_and_pure(inverse: Any) -> None:
     at = nhgd.oracle.Oracle(problem, [batch])
     before = {path: t.clone() for path, t in state.tensors().items()}
     u, w = direction(problem), direction(problem)
-    x, y = (inverse.solve(state, b, at)[0] for b in (u, w))
-    torch.testing.assert_close(inverse.solve(state, 2 * u - w, at)[0], 2 * x - y)
+    x, y = (inverse.apply(state, b, at)[0] for b in (u, w))
+    torch.testing.assert_close(inverse.apply(state, 2 * u - w, at)[0], 2 * x - y)
     torch.testing.assert_close(w @ x, u @ y)
     assert float(u @ x) > 0
-    many = inverse.operator(state, at)
+    many = inverse.preconditioner(state, at)
     assert torch.equal(many(u), x)
     assert torch.equal(many(w), y)
     assert state.tensors().keys() == before.keys()
@@ -536,13 +536,13 @@ def test_state_moves_and_saves(inverse: Any) -> None:
     problem, batch = made("others")
     state = learn(inverse, problem, [batch, batch])
     at, u = nhgd.oracle.Oracle(problem, [batch]), direction(problem)
-    x = inverse.solve(state, u, at)[0]
+    x = inverse.apply(state, u, at)[0]
     restored = stored(state)
     for again in (state.to("cpu"), state.clone(), restored):
-        assert torch.equal(inverse.solve(again, u, at)[0], x)
+        assert torch.equal(inverse.apply(again, u, at)[0], x)
     record = Recorder(problem, "layer").step(batch).record
     assert record is not None
-    one, two = (inverse.solve(inverse.observe(s, record), u, at)[0] for s in (state, restored))
+    one, two = (inverse.apply(inverse.observe(s, record), u, at)[0] for s in (state, restored))
     assert torch.equal(one, two)
 
 
@@ -564,7 +564,7 @@ def test_statistics_are_in_float32_or_better(inverse: Any, theta: Any, option: A
     kept = state.tensors().values()
     assert {t.dtype for t in kept} == {expected}
     u = direction(problem).to(theta)
-    found = made_inverse.solve(state, u, nhgd.oracle.Oracle(problem, [batch]))[0]
+    found = made_inverse.apply(state, u, nhgd.oracle.Oracle(problem, [batch]))[0]
     assert found.dtype == theta
     assert bool(torch.isfinite(found).all())
 
@@ -626,7 +626,7 @@ def test_periods_keep_within_the_overhead(inverse: Any, seconds: tuple[float, ..
 def test_refuses_to_solve_before_it_has_observed(inverse: Any) -> None:
     problem, batch = made("linear")
     with pytest.raises(nhgd.InputError, match="observed no inner step"):
-        inverse().solve(inverse().init(problem.theta), direction(problem), nhgd.oracle.Oracle(problem, [batch]))
+        inverse().apply(inverse().init(problem.theta), direction(problem), nhgd.oracle.Oracle(problem, [batch]))
 
 
 @pytest.mark.parametrize("inverse", BOTH)
@@ -643,7 +643,7 @@ def test_refuses_what_is_not_finite(inverse: Any) -> None:
     spoiled = replace(state, inputs={name: a * float("nan") for name, a in state.inputs.items()})
     spoiled.bases.clear()
     with pytest.raises(nhgd.NonFiniteError, match="'weight' hold nan"):
-        inverse().decomposed(spoiled, "weight")
+        decomposed(spoiled, "weight")
 
 
 @pytest.mark.parametrize("inverse", BOTH)
@@ -689,9 +689,7 @@ def test_a_ridge_of_one_number_is_not_spread_out(monkeypatch: pytest.MonkeyPatch
     state = inverse.observe(inverse.init(problem.theta), Recorder(problem, "layer").step(batch).record)  # type: ignore[arg-type]
     at = Oracle(problem, [batch])
     u = torch.randn_like(problem.theta.flat())
-    ridge = problem.ridge_diagonal()
-    spread = solve_there(inverse, state, u, ridge)[0]
+    spread = inverse.solve(state, u, Ridge(problem.ridge_diagonal()))[0]
     monkeypatch.setattr(nhgd.Bilevel, "ridge_diagonal", None)
-    monkeypatch.setattr(RidgePoint, "ridge_diagonal", None)
-    assert torch.equal(inverse.solve(state, u, at)[0], spread)
-    assert torch.equal(solve_there(inverse, state, u, ridge[0])[0], spread)
+    monkeypatch.setattr(Ridge, "diagonal", None)
+    assert torch.equal(inverse.apply(state, u, at)[0], spread)

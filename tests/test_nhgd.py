@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import nhgd
 from nhgd.algorithm import AID, NHGD, names, resolve
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Identity, Refined, refined
-from nhgd.inverse.base import AbstractInverse, SolveStats
+from nhgd.inverse.base import Iterative, SolveStats
 from nhgd.oracle import Oracle
 from nhgd.task import Quadratic
 from tests import catalogue, oracles
@@ -65,22 +65,15 @@ def by_hand(make, cross, outer_steps=1, inner_steps=3, inner_lr=0.2, outer_lr=0.
 
 
 @dataclass(frozen=True)
-class Asked(AbstractInverse):
+class Asked(Iterative):
     """The identity, which notes what each solve was to begin from and what it found."""
 
     name: ClassVar[str] = "asked"
     noted: list[Any] = field(default_factory=list, hash=False)
 
-    @property
-    def records(self) -> Any:
-        return "layer"
-
-    def solve(self, state: Any, u: Tensor, at: Any, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, u: Tensor, oracle: Any, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         self.noted.append((None if start is None else start.clone(), u.clone()))
         return u, SolveStats(None, 0, True)
-
-    def memory(self, theta: Any) -> int:
-        return 0
 
 
 def test_a_solve_begins_from_the_adjoint_of_the_outer_step_before():
@@ -352,7 +345,7 @@ def test_the_clock_chooses_periods_and_the_choice_repeats_the_run(algorithm, inv
 
     v, running = run(inverse)
     chosen = running.loop.inverse
-    learner = getattr(chosen, "inverse", chosen)
+    learner = chosen.learner
     assert learner.overhead is None
     assert f"factor_every={learner.factor_every}" in running.solution().stats["inverse"]
     again, _ = run(chosen)

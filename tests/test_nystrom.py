@@ -23,7 +23,7 @@ def test_the_formula_of_the_paper(rank):
     """x = u / rho - C (W + C^T C / rho)^{-1} C^T u / rho^2."""
     torch.manual_seed(0)
     hessian, u, rho = positive(6), normal(6), 0.1
-    x, stats = Nystrom(rank=rank, rho=rho).solve(None, u, quadratic(hessian))
+    x, stats = Nystrom(rank=rank, rho=rho).solve(u, quadratic(hessian))
     K = chosen(6, rank)
     C, W = hessian[:, K], hessian[K][:, K]
     expected = u / rho - C @ torch.linalg.solve(W + C.T @ C / rho, C.T @ u) / rho**2
@@ -41,7 +41,7 @@ def test_the_ridge_is_added_exactly(make, rho):
     R = oracles.ridge_hessian(problem)
     rest = oracles.hessian(problem, batch) - R
     for rank in (2, size):
-        x, stats = Nystrom(rank=rank, rho=rho).solve(None, u, Oracle(problem, [batch]))
+        x, stats = Nystrom(rank=rank, rho=rho).solve(u, Oracle(problem, [batch]))
         K = chosen(size, rank)
         matrix = rest[:, K] @ torch.linalg.pinv(rest[K][:, K], hermitian=True) @ rest[K]
         shift = R + (rho or 0.0) * torch.eye(size, dtype=torch.float64)
@@ -52,10 +52,10 @@ def test_the_ridge_is_added_exactly(make, rho):
 def test_a_hessian_of_low_rank_needs_no_more_columns():
     torch.manual_seed(0)
     half, u = normal(8, 3), normal(8)
-    x, stats = Nystrom(rank=3, rho=0.1).solve(None, u, quadratic(half @ half.T))
+    x, stats = Nystrom(rank=3, rho=0.1).solve(u, quadratic(half @ half.T))
     expected = torch.linalg.solve(half @ half.T + 0.1 * torch.eye(8, dtype=torch.float64), u)
     torch.testing.assert_close(x, expected, rtol=1e-9, atol=1e-11)
-    x, stats = Nystrom(rank=6, rho=0.1).solve(None, u, quadratic(half @ half.T))
+    x, stats = Nystrom(rank=6, rho=0.1).solve(u, quadratic(half @ half.T))
     torch.testing.assert_close(x, expected, rtol=1e-9, atol=1e-11)
     assert stats.notes["rank"] == 3  # what the other columns add is rounding error
 
@@ -72,9 +72,9 @@ def test_a_ridge_that_covers_some_parameters_only():
         l2=lambda v: ridge,
     )
     point = Oracle(problem, [None])
-    x, _ = Nystrom(rank=4).solve(None, u, point)
+    x, _ = Nystrom(rank=4).solve(u, point)
     torch.testing.assert_close(x, torch.linalg.solve(hessian + 2 * torch.diag(ridge), u), rtol=1e-10, atol=1e-12)
-    _, stats = Nystrom(rank=2).solve(None, u, point)
+    _, stats = Nystrom(rank=2).solve(u, point)
     assert stats.notes["rho"] == pytest.approx(1e-3 * float(hessian.diagonal()[chosen(4, 2)].mean()))
 
 
@@ -83,7 +83,7 @@ def test_ill_conditioned_systems_keep_their_digits():
     torch.manual_seed(0)
     hessian, u = positive(10, 6), normal(10)
     rho = 1e-7
-    x, _ = Nystrom(rank=10, rho=rho).solve(None, u, quadratic(hessian))
+    x, _ = Nystrom(rank=10, rho=rho).solve(u, quadratic(hessian))
     expected = torch.linalg.solve(hessian + rho * torch.eye(10, dtype=torch.float64), u)
     assert float((x - expected).norm() / expected.norm()) < 1e-6
 
@@ -92,12 +92,12 @@ def test_ill_conditioned_systems_keep_their_digits():
 def test_chunks_and_batches_change_nothing(make):
     problem, batch, _ = catalogue.settled(make)
     u = normal(problem.theta.numel)
-    whole, one = Nystrom(rank=7, chunk=7).solve(None, u, Oracle(problem, [batch]))
+    whole, one = Nystrom(rank=7, chunk=7).solve(u, Oracle(problem, [batch]))
     for chunk in (1, 3):
-        x, stats = Nystrom(rank=7, chunk=chunk).solve(None, u, Oracle(problem, [batch]))
+        x, stats = Nystrom(rank=7, chunk=chunk).solve(u, Oracle(problem, [batch]))
         torch.testing.assert_close(x, whole, rtol=1e-9, atol=1e-11)
         assert stats.hvps == one.hvps == min(7, problem.theta.numel) + 1
-    x, stats = Nystrom(rank=7).solve(None, u, Oracle(problem, [batch, batch]))
+    x, stats = Nystrom(rank=7).solve(u, Oracle(problem, [batch, batch]))
     torch.testing.assert_close(x, whole, rtol=1e-9, atol=1e-11)
     assert stats.hvps == 2 * one.hvps
 
@@ -126,7 +126,7 @@ def test_columns_are_taken_one_by_one_where_they_cannot_be_vectorised():
         normal(3),
     )
     u = normal(3)
-    x, stats = Nystrom(rank=3).solve(None, u, Oracle(problem, [None]))
+    x, stats = Nystrom(rank=3).solve(u, Oracle(problem, [None]))
     torch.testing.assert_close(x, u / torch.tensor([6.0, 12, 18], dtype=torch.float64))
     assert stats.hvps == 3 + 1
 
@@ -137,7 +137,7 @@ def test_the_columns_follow_from_the_point():
     problem, batch, _ = catalogue.settled(catalogue.mlp_module)
     u = normal(problem.theta.numel)
     state = torch.get_rng_state()
-    found = [Nystrom(rank=4).solve(None, u, Oracle(problem, [batch], seed=seed))[0] for seed in (1, 1, 2)]
+    found = [Nystrom(rank=4).solve(u, Oracle(problem, [batch], seed=seed))[0] for seed in (1, 1, 2)]
     assert torch.equal(state, torch.get_rng_state())
     assert torch.equal(found[0], found[1])
     assert not torch.allclose(found[0], found[2])
@@ -146,7 +146,7 @@ def test_the_columns_follow_from_the_point():
 def test_negative_curvature_is_told():
     hessian = torch.diag(torch.tensor([3.0, -2, 1], dtype=torch.float64))
     u = normal(3)
-    x, stats = Nystrom(rank=3, rho=0.1).solve(None, u, quadratic(hessian))
+    x, stats = Nystrom(rank=3, rho=0.1).solve(u, quadratic(hessian))
     torch.testing.assert_close(x, u / (hessian.diagonal() + 0.1))
     assert stats.notes["negative_curvature"]
     assert not stats.converged
@@ -158,4 +158,4 @@ def test_the_number_behind_the_name_counts_columns():
 
 def test_what_is_not_finite_is_named():
     with pytest.raises(nhgd.NonFiniteError, match="Nystrom: the columns of the Hessian hold nan or inf"):
-        Nystrom(rank=2).solve(None, normal(3), quadratic(torch.full((3, 3), float("nan")).double()))
+        Nystrom(rank=2).solve(normal(3), quadratic(torch.full((3, 3), float("nan")).double()))

@@ -139,7 +139,7 @@ class TestResidual:
         for damping in (1e-2, 1e-5):
             inverse = exact_window(points, damping)
             at, u = Oracle(problem, [points]), torch.randn(problem.theta.numel, dtype=torch.float64)
-            got, _ = inverse.solve(learn(inverse, problem, [points]), u, at)
+            got, _ = inverse.apply(learn(inverse, problem, [points]), u, at)
             want = torch.linalg.solve(matrix + damping * torch.eye(len(u), dtype=torch.float64), u)
             torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-9 * float(want.norm()))
 

@@ -94,7 +94,7 @@ def test_what_is_counted_is_what_is_done(made: Any, name: str) -> None:
     at = Oracle(problem, [batch], batch)
     u = at.outer().theta
     with Done() as done:
-        inverse.solve(state, u, at)
+        inverse.apply(state, u, at)
     multiplications, factorised = planned(counted.solve)
     assert factorised == done.factorised
     assert multiplications / 3 <= done.multiplications <= 3 * multiplications
@@ -147,7 +147,7 @@ def test_a_row_tells_the_solve_and_the_step_apart() -> None:
     assert rows.keys() == set(nhgd.inverse.INVERSES)
     for name, row in rows.items():
         assert 0 < row["solve_milliseconds"] < row["milliseconds"]
-        assert (row["step_milliseconds"] > 0) == (resolve(name).records is not None)
+        assert (row["step_milliseconds"] > 0) == (resolve(name).learner is not None)
     assert rows["cg"]["solve_milliseconds"] > rows["identity"]["solve_milliseconds"]
 
 

@@ -29,7 +29,7 @@ def test_it_walks_over_the_batches(steps):
         residual = u - hessians[k % 3] @ expected
         left.append(residual)
         expected = expected + 0.1 * residual
-    x, stats = QuadraticSGD(steps=steps, beta=0.1).solve(None, u, Oracle(problem, parts), start)
+    x, stats = QuadraticSGD(steps=steps, beta=0.1).solve(u, Oracle(problem, parts), start)
     torch.testing.assert_close(x, expected, rtol=1e-12, atol=1e-14)
     assert stats.hvps == steps
     if steps < 3:
@@ -43,7 +43,7 @@ def test_it_walks_over_the_batches(steps):
 def test_it_takes_any_start():
     """Also one that is worse than zero: the theory of the warm start has no exceptions."""
     hessian, u, start = positive(5), normal(5), 1e3 * normal(5)
-    x, _ = QuadraticSGD(steps=1, beta=0.01).solve(None, u, quadratic(hessian), start)
+    x, _ = QuadraticSGD(steps=1, beta=0.01).solve(u, quadratic(hessian), start)
     torch.testing.assert_close(x, start - 0.01 * (hessian @ start - u), rtol=1e-12, atol=1e-12)
 
 
@@ -60,14 +60,14 @@ def test_a_point_gives_products_on_one_batch():
 
 def test_beta_comes_from_a_power_iteration():
     hessian, u = positive(5, 2), normal(5)
-    _, stats = QuadraticSGD(steps=5, power_steps=50, damping=1.0).solve(None, u, quadratic(hessian))
+    _, stats = QuadraticSGD(steps=5, power_steps=50, damping=1.0).solve(u, quadratic(hessian))
     assert stats.notes["beta"] == pytest.approx(1 / 101, rel=1e-6)
     assert stats.hvps == 55
 
 
 def test_too_large_a_step_is_reported():
     hessian, u = positive(5), normal(5)  # the largest eigenvalue is 10, so the step must be below 0.2
-    x, stats = QuadraticSGD(steps=30, beta=0.5).solve(None, u, quadratic(hessian))
+    x, stats = QuadraticSGD(steps=30, beta=0.5).solve(u, quadratic(hessian))
     assert stats.notes["diverged"]
     assert not stats.converged
     assert stats.residual > 10
@@ -79,7 +79,7 @@ def test_too_large_a_step_is_reported():
 
 def test_damping_is_added_to_the_diagonal():
     hessian, u = positive(5), normal(5)
-    x, _ = QuadraticSGD(steps=300, damping=0.7).solve(None, u, quadratic(hessian))
+    x, _ = QuadraticSGD(steps=300, damping=0.7).solve(u, quadratic(hessian))
     expected = torch.linalg.solve(hessian + 0.7 * torch.eye(5, dtype=torch.float64), u)
     torch.testing.assert_close(x, expected, rtol=1e-8, atol=1e-10)
 

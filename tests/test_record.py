@@ -1023,7 +1023,7 @@ def test_k_fac_is_spared_the_passes_that_one_mask_takes() -> None:
         counts[couples] = calls.inner_gradients
     assert counts == {True: 21, False: 2}
     assert not nhgd.inverse.KFAC().couples
-    assert nhgd.inverse.Refined(FisherWindow()).couples
+    assert nhgd.inverse.Refined(FisherWindow()).learner.couples
 
 
 # Passes that are counted.

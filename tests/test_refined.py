@@ -17,7 +17,7 @@ def solve(inverse, make, start=None):
     at = Oracle(problem, [inner], outer)
     state = learn(inverse, problem, [inner])
     u = at.outer().theta
-    x, stats = inverse.solve(state, u, at, start)
+    x, stats = inverse.apply(state, u, at, start)
     return x, stats, torch.linalg.solve(oracles.hessian(problem, inner), u), u
 
 

@@ -11,7 +11,7 @@ import nhgd
 from nhgd import _registry as registry
 from nhgd import hypergradients
 from nhgd._registry import GuestWarning, Registry
-from nhgd.inverse import CG, AbstractInverse, Identity
+from nhgd.inverse import CG, AbstractInverse, Identity, Iterative
 
 
 class Entry:
@@ -26,16 +26,13 @@ class Entry:
         return self.target
 
 
-class Guest(AbstractInverse):
+class Guest(Iterative):
     """An inverse from another package."""
 
     name = "guest"
 
-    def solve(self, state: Any, u: Any, at: Any, start: Any = None) -> Any:
+    def solve(self, u: Any, oracle: Any, start: Any = None) -> Any:
         return u, None
-
-    def memory(self, theta: Any) -> int:
-        return 0
 
 
 @pytest.fixture
@@ -84,7 +81,7 @@ def test_a_guest_does_not_take_a_name_of_the_house_and_it_is_said(installed: lis
     assert "The inverse 'guest' of the package guests 1.0 has the name of one of another package" in sentences[1]
 
 
-class Unfinished(AbstractInverse):
+class Unfinished(Iterative):
     """One that nobody can make."""
 
 
@@ -117,7 +114,7 @@ def raising(error: BaseException) -> Any:
         (lambda: dict, "is not a subclass of AbstractInverse"),
         (lambda: CG(), "is not a subclass of AbstractInverse"),
         (lambda: None, "is not a subclass of AbstractInverse"),
-        (lambda: Unfinished, "lacks what every inverse has: memory, solve"),
+        (lambda: Unfinished, "lacks what every inverse has: solve"),
     ],
 )
 def test_a_broken_guest_is_named_with_its_package_and_left_out(

@@ -343,9 +343,13 @@ class Sized:
 
     def __init__(self) -> None:
         self.inside: Any = LITERAL
+        self.learner = self
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inside, name)
+
+    def observe(self, state: Any, record: Any, ready: Any = None) -> Any:
+        return self.inside.observe(state, record, ready)
 
     def graphable(self, state: Any, record: Any) -> Any:
         found = self.inside.graphable(state, record)

@@ -225,13 +225,12 @@ def quantities(team: AbstractTeam, device: str = "cpu") -> Answers:
     }.items():
         executor = Inline(team=team)
         executor.start(inverse, problem.theta, problem.v)
-        assert inverse.records is not None
         recorder = Recorder(problem, inverse.records)
         for batch in batches:
             step = division.objective(batch).step(recorder)
             assert step.record is not None
             executor.submit(step.record)
-        found[f"solve by {name}"] = inverse.solve(executor.snapshot()[0], u, at)[0]
+        found[f"solve by {name}"] = inverse.apply(executor.curvature().state, u, at)[0]
         found["loss of a step"] = step.value
         found["gradient of a step"] = problem.theta.flatten(step.gradient)
     return {name: np.asarray(value.cpu() if isinstance(value, Tensor) else value) for name, value in found.items()}

@@ -18,7 +18,7 @@ import nhgd
 from nhgd import _threads as threads
 from nhgd._cost import largest
 from nhgd.checkpoint import SavedCheckpoint
-from nhgd.inverse.base import AbstractInverse
+from nhgd.inverse.base import Learned
 from tests import catalogue
 
 SEVERAL = 3
@@ -154,7 +154,7 @@ def test_hypergradient_check_and_plan_take_one_thread_too() -> None:
         assert torch.get_num_threads() == SEVERAL
 
 
-class Watching(AbstractInverse):
+class Watching(Learned[None]):
     """Notes on how many threads a record is folded in, and in which thread."""
 
     name = "watching"
@@ -163,15 +163,14 @@ class Watching(AbstractInverse):
     def __init__(self, seen: list[tuple[int, str]]) -> None:
         object.__setattr__(self, "seen", seen)
 
-    def observe(self, state: Any, record: Any) -> Any:
+    def init(self, theta: Any) -> None:
+        return None
+
+    def observe(self, state: None, record: Any) -> None:
         self.seen.append((torch.get_num_threads(), threading.current_thread().name))  # type: ignore[attr-defined]
-        return state
 
-    def solve(self, state: Any, u: Tensor, at: Any, start: Tensor | None = None) -> Any:
+    def solve(self, state: None, u: Tensor, ridge: Any) -> Any:
         return u, nhgd.inverse.SolveStats(None, 0, True)
-
-    def memory(self, theta: Any) -> int:
-        return 0
 
 
 @pytest.mark.usefixtures("by_default")

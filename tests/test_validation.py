@@ -21,7 +21,7 @@ from nhgd._validation import fitted
 from nhgd.algorithm import ALGORITHMS
 from nhgd.execution import EXECUTIONS
 from nhgd.hypergradients import ESTIMATORS
-from nhgd.inverse import CG, INVERSES, AbstractInverse, SolveStats
+from nhgd.inverse import CG, INVERSES, Iterative, SolveStats
 from nhgd.likelihood import LIKELIHOODS
 from nhgd.problem import Bilevel
 from nhgd.schedule import Schedule
@@ -193,7 +193,7 @@ def test_numbers_of_numpy_and_of_torch_mean_what_pythons_do(name: str, parameter
 
 
 @dataclass(frozen=True)
-class Guest(AbstractInverse):
+class Guest(Iterative):
     """An inverse of somebody else's that checks nothing itself."""
 
     name: ClassVar[str] = "guest"
@@ -201,11 +201,8 @@ class Guest(AbstractInverse):
     kind: Literal["slow", "quick"] | None = None
     unknown: NoSuchName | None = None  # noqa: F821  an annotation that cannot be read here
 
-    def solve(self, state: Any, u: Any, at: Any, start: Any = None) -> tuple[Any, SolveStats]:
+    def solve(self, u: Any, oracle: Any, start: Any = None) -> tuple[Any, SolveStats]:
         return u, SolveStats(None, 0, True)
-
-    def memory(self, theta: Any) -> int:
-        return 0
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class NHGD(AbstractAlgorithm):
         inverse = automatic(problem.theta) if self.inverse is None else self.inverse
         if self.refine and not isinstance(inverse, Refined):
             inverse = Refined(inverse, steps=self.refine)
-        if self.inner == "natural" and inverse.records is None:
+        if self.inner == "natural" and inverse.learner is None:
             raise InputError(
                 f"inner='natural' preconditions the inner steps by curvature learnt from them, and {inverse.name} learns"
                 " none. Use kfac or fisher_window."

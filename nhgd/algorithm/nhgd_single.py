@@ -69,7 +69,7 @@ class NHGDSingle(AbstractAlgorithm):
     def __post_init__(self) -> None:
         check_batches("NHGDSingle", self.batches)
         not_negative("NHGDSingle", refine=self.refine)
-        learner = self.inverse.inverse if isinstance(self.inverse, Refined) else self.inverse
+        learner = None if self.inverse is None else self.inverse.learner
         if isinstance(learner, FisherDense) and learner.warm == "reset":
             raise InputError(
                 "NHGDSingle makes one observation for each outer step, so an inverse that forgets at each, such as"

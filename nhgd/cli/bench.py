@@ -153,7 +153,7 @@ class Case:
         """
         built = self.build()
         inverse, problem = built.algorithm.online, built.instance.problem
-        if inverse is None or inverse.records is None:
+        if inverse is None or inverse.learner is None:
             raise InputError(
                 f"The method {self.experiment.method} learns nothing from the inner steps, so every execution of it is the"
                 " same. Use --method nhgd."

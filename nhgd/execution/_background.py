@@ -17,7 +17,7 @@ from nhgd._tree import map_tensors, tensors
 from nhgd.errors import NhgdError, RunError
 from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
-from nhgd.inverse.base import AbstractInverse
+from nhgd.inverse.base import AbstractInverse, Learned
 from nhgd.record import InnerRecord
 from nhgd.variable import Variable
 
@@ -64,13 +64,13 @@ class AbstractBackground(AbstractExecutor):
     def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
         """Make the first state; records of an earlier start are finished first."""
         self.drain()
-        self._inverse = inverse
+        self._inverse, self._learner = inverse, inverse.learner
         for variable in (theta, v):
             if variable is not None:
                 self._moving |= {leaf.untyped_storage().data_ptr() for leaf in variable.leaves}
         self._prepare(theta)
-        self._state: Any = self._first(inverse, theta)
-        if self._thread is None and inverse.records is not None:
+        self._state: Any = None if self._learner is None else self._first(self._learner, theta)
+        if self._thread is None and self._learner is not None:
             self._ended = False
             self._thread = threading.Thread(target=self._serve, name="nhgd curvature", daemon=True)
             self._thread.start()
@@ -80,9 +80,9 @@ class AbstractBackground(AbstractExecutor):
         """Make what the backend needs for this theta, and the stopwatch `_busy` for where curvature is kept."""
         self._busy = Stopwatch(theta.device)
 
-    def _first(self, inverse: AbstractInverse, theta: Variable) -> Any:
+    def _first(self, learner: Learned[Any], theta: Variable) -> Any:
         """The first state, where it is to be kept."""
-        return inverse.init(theta)
+        return learner.init(theta)
 
     def _mark(self) -> Callable[[], None]:
         """In the inner loop's thread: how the other thread waits for what was launched until now."""
@@ -94,7 +94,8 @@ class AbstractBackground(AbstractExecutor):
 
     def _folded(self, state: Any, record: InnerRecord) -> Any:
         """In the thread: the state after a record."""
-        return self._inverse.observe(state, record)
+        assert self._learner is not None
+        return self._learner.observe(state, record)
 
     def _copied(self) -> tuple[Any, Callable[[], None]]:
         """In the thread: a copy of the state, and how the inner loop's thread waits for it."""
@@ -107,13 +108,14 @@ class AbstractBackground(AbstractExecutor):
 
     def begin(self) -> None:
         """Tell the inverse, after the records before, that a new outer step begins."""
-        if self._thread is None:
+        learner = self._learner
+        if self._thread is None or learner is None:
             return
         wait = self._mark()
 
         def work() -> None:
             wait()
-            self._state = self._inverse.begin(self._state)
+            self._state = learner.begin(self._state)
 
         self._put(work)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nhgd._tree import map_tensors, tensors
-from nhgd.inverse.base import Graphable
+from nhgd.inverse._learned.graph import Graphable
 from nhgd.record import InnerRecord, LayerStatistics
 
 LAYOUTS = 64  # graphs kept at most: one for each size of a batch, and for each gain where that changes

@@ -12,10 +12,11 @@ from torch import Tensor
 from nhgd._tree import map_tensors
 from nhgd.errors import InputError
 from nhgd.execution._background import AbstractBackground
-from nhgd.execution._remote import learner, solve_there, standing_in
+from nhgd.execution._remote import asking
 from nhgd.execution._stopwatch import Stopwatch
-from nhgd.inverse.base import AbstractInverse, SolveStats
+from nhgd.inverse.base import AbstractInverse, Learned, SolveStats
 from nhgd.record import InnerRecord
+from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
 
@@ -81,14 +82,14 @@ class Device(AbstractBackground):
         self._leaving = torch.cuda.Stream(self._home) if self._home.type == "cuda" else None
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
-    def _first(self, inverse: AbstractInverse, theta: Variable) -> Any:
+    def _first(self, learner: Learned[Any], theta: Variable) -> Any:
         # Of theta only names, sizes, dtype and device matter, so the first state is made on the device itself.
         leaves = {
             name: torch.zeros_like(leaf, device=self.device)
             for name, leaf in zip(theta.names, theta.leaves, strict=True)
         }
         with self._there():
-            return inverse.init(Variable(leaves, "theta"))
+            return learner.init(Variable(leaves, "theta"))
 
     def _mark(self) -> Callable[[], None]:
         if self._leaving is None:
@@ -145,15 +146,16 @@ class Device(AbstractBackground):
     @property
     def solving(self) -> AbstractInverse:
         """A stand-in that solves where the state is."""
-        return standing_in(self._inverse, self._ask)
+        return asking(self._inverse, self._ask)
 
-    def _ask(self, state: Any, u: Tensor, ridge: Tensor) -> tuple[Tensor, SolveStats]:
+    def _ask(self, state: Any, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         assert self.device is not None
-        self._count(u, ridge, u)  # x is as large as u
+        assert self._learner is not None
+        self._count(u, ridge.tensor(u.dtype), u)  # x is as large as u
         if self._side is not None and u.device.type == "cuda":
             self._side.wait_stream(torch.cuda.current_stream(u.device))
         with self._there():
-            x, stats = solve_there(learner(self._inverse), state, u.to(self.device), ridge)
+            x, stats = self._learner.solve(state, u.to(self.device), ridge.to(self.device))
             x = x.to(u.device)
         if self._side is not None and u.device.type == "cuda":
             torch.cuda.current_stream(u.device).wait_stream(self._side)

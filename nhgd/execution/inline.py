@@ -6,7 +6,8 @@ from typing import Any, ClassVar, final
 
 from nhgd.data_parallel import AbstractTeam, Team
 from nhgd.execution._stopwatch import Stopwatch
-from nhgd.execution.base import AbstractExecutor, Traffic
+from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
+from nhgd.inverse._learned.division import SupportsDivision
 from nhgd.inverse.base import AbstractInverse
 from nhgd.record import InnerRecord, joined, whole
 from nhgd.variable import Variable
@@ -38,25 +39,35 @@ class Inline(AbstractExecutor):
     def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
         """Make the first state."""
         self._inverse = inverse
-        self._state: Any = inverse.init(theta)
+        self._learner = inverse.learner
+        self._state: Any = None if self._learner is None else self._learner.init(theta)
         self._busy = Stopwatch(theta.device)
 
     def begin(self) -> None:
         """Tell the inverse that a new outer step begins."""
-        self._state = self._inverse.begin(self._state)
+        if self._learner is not None:
+            self._state = self._learner.begin(self._state)
 
     def submit(self, record: InnerRecord) -> None:
         """Fold the record in at once."""
+        assert self._learner is not None
         with self._busy.running():
             if isinstance(self.team, Team):
                 record = joined(record, self.team)
-                record = record if self._inverse.reduces else whole(record)
-            self._state = self._inverse.observe(self._state, record)
+                record = record if self._learner.reduces else whole(record)
+            self._state = self._learner.observe(self._state, record)
         self.traffic.records += 1
 
     def snapshot(self) -> tuple[Any, int]:
         """The state; it never lags."""
         return self._state, 0
+
+    def curvature(self) -> Curvature:
+        """The state as it stands; workers divide what a solve would make of it first, where that can be divided."""
+        state = self._state
+        if isinstance(self.team, Team) and isinstance(self._learner, SupportsDivision):
+            state = self._learner.divided(state, self.team)
+        return Curvature(self._inverse, state, 0)
 
     def restore(self, state: Any) -> None:
         """Go on from the state that is given."""

@@ -13,9 +13,9 @@ from nhgd._tree import tensors
 from nhgd.errors import InputError
 from nhgd.execution._background import AbstractBackground, Launched
 from nhgd.execution._cuda_graph import GraphCache
-from nhgd.execution._remote import learner
 from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.base import Traffic
+from nhgd.inverse._learned.graph import SupportsGraph
 from nhgd.inverse.base import AbstractInverse
 from nhgd.record import BatchGradient, InnerRecord
 from nhgd.variable import Variable
@@ -73,6 +73,7 @@ class Stream(AbstractBackground):
             self._replay, self._replayed, self._log = GraphCache(), (self._inverse, theta.sizes), None
         elif self._log is not None:
             self._place.zero_()
+        self._repeating = self._learner if isinstance(self._learner, SupportsGraph) else None
         self._side.wait_stream(torch.cuda.current_stream(theta.device))  # the first state is made on the inner stream
         self._marker = torch.cuda.Event()
         self._several = torch.cuda.device_count() > 1
@@ -97,11 +98,11 @@ class Stream(AbstractBackground):
         return record
 
     def _folded(self, state: Any, record: InnerRecord) -> Any:
-        kept: Any = learner(self._inverse)
-        graphable = kept.graphable(state, record)
-        if graphable is None:
-            return kept.observe(state, record)
-        return kept.observe(state, record, self._replay([graphable], [record], _only, capture=False))
+        learner = self._repeating
+        graphable = None if learner is None else learner.graphable(state, record)
+        if learner is None or graphable is None:
+            return super()._folded(state, record)
+        return learner.observe(state, record, self._replay([graphable], [record], _only, capture=False))
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -191,8 +192,7 @@ class Stream(AbstractBackground):
             self._wait(lambda: self._outstanding() <= self.max_lag)
 
     def _prepare_graph(self, record: InnerRecord) -> None:
-        kept: Any = learner(self._inverse)
-        graphable = kept.graphable(self._state, record)
+        graphable = None if self._repeating is None else self._repeating.graphable(self._state, record)
         if graphable is not None:
             with self._on_side():
                 self._replay.prepare(graphable, record, _only)
@@ -204,8 +204,7 @@ class Stream(AbstractBackground):
         kind = type(record)
         found = self._ahead_of.get(kind)
         if found is None:
-            kept: Any = learner(self._inverse)
-            graphable = kept.graphable(self._state, record)
+            graphable = None if self._repeating is None else self._repeating.graphable(self._state, record)
             found = self._ahead_of[kind] = graphable is not None and graphable.speculative is not None
         # The gradient of a batch is in memory of its own, and all this is time of the inner loop.
         return found and (kind is BatchGradient or not any(map(self._moves, tensors(record))))
@@ -224,22 +223,26 @@ class Stream(AbstractBackground):
             if self._beginning:
                 self._beginning = False
                 with torch.no_grad():
-                    self._state = self._inverse.begin(self._state)
+                    assert self._learner is not None
+                    self._state = self._learner.begin(self._state)
             if gathered:
                 self._launch_records(gathered, side)
         finally:
             self._switch(inner, began)
 
     def _launch_records(self, gathered: list[Gathered], side: torch.cuda.Stream) -> None:
-        kept: Any = learner(self._inverse)
+        learner = self._repeating
+        assert learner is not None
         records, given, versions, graphables = [], [], [], []
         state = self._state if self._ahead is None else self._ahead
         for record, some, pairs in gathered:
             records.append(record)
             given.append(some)
             versions += pairs
-            graphables.append(kept.graphable(state, record))
-            state = graphables[-1].speculative
+            graphable = learner.graphable(state, record)
+            assert graphable is not None
+            graphables.append(graphable)
+            state = graphable.speculative
         began = self._busy.begin(side)
         self._replay(graphables, records, self._noted, given)
         done = self._busy.end(began, side)
@@ -247,6 +250,7 @@ class Stream(AbstractBackground):
 
         def late(state: Any) -> Any:
             for graphable, row in zip(graphables, self._shown[place].tolist(), strict=False):
+                assert graphable.finalise is not None
                 state = graphable.finalise(state, row)
             return state
 

@@ -17,6 +17,7 @@ from nhgd.errors import InverseWarning, percent
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
 from nhgd.inverse._learned.learning import learn
 from nhgd.inverse.base import POOR, AbstractInverse, SolveStats
+from nhgd.inverse.refined import Refined
 from nhgd.objective import OracleCalls
 from nhgd.oracle import Oracle, OuterGradient
 from nhgd.problem import Bilevel
@@ -70,10 +71,10 @@ def implicit(
         complaints: of the run this is a part of; without one, a solve in trouble is warned of here and now.
     """
     outer = at.outer() if outer is None else outer
-    x, stats = inverse.solve(state, outer.theta, at, start)
+    x, stats = inverse.apply(state, outer.theta, at, start)
     # A number is asked for only once all work is under way: until then a device need not be waited for.
     leaves = [f - c for f, c in zip(outer.v, (cross or at.cross)(x), strict=True)]
-    if stats.residual is None and inverse.records is not None and _suspicious(outer.theta, x):
+    if stats.residual is None and inverse.learner is not None and _suspicious(outer.theta, x):
         stats = _with_residual(at, stats, outer.theta, x)
     stats = replace(stats, trouble=_trouble(inverse, stats, outer.theta))
     if complaints is not None:
@@ -92,7 +93,7 @@ def measured(at: Oracle, inverse: AbstractInverse, found: Hypergradient) -> Hype
         return found
     u = at.outer().theta
     stats = _with_residual(at, found.stats, u, found.adjoint)
-    if stats.trouble is None and inverse.records is not None:
+    if stats.trouble is None and inverse.learner is not None:
         stats = replace(stats, trouble=_trouble(inverse, stats, u))
         if stats.trouble is not None:
             _warn(stats.trouble)
@@ -120,7 +121,11 @@ def _trouble(inverse: AbstractInverse, stats: SolveStats, u: Tensor) -> str | No
     """What is wrong with the x of a solve, and what to do about it; None where nothing is known to be."""
     notes, residual = stats.notes, stats.residual
     outside = notes.get("outside", 0.0)
-    matrix = "generalised Gauss-Newton matrix" if getattr(inverse, "matrix", None) == "ggn" else "inner Hessian"
+    matrix = (
+        "generalised Gauss-Newton matrix"
+        if isinstance(inverse, Refined) and inverse.matrix == "ggn"
+        else "inner Hessian"
+    )
     left = "" if residual is None else f" (residual {residual:.2g})"
     if notes.get("negative_curvature"):
         return (
@@ -142,7 +147,7 @@ def _trouble(inverse: AbstractInverse, stats: SolveStats, u: Tensor) -> str | No
             " products run over more data."
         )
     # A residual that is not a number is an error of its own, elsewhere.
-    if residual is not None and residual > LONG and inverse.records is not None and not stats.hvps:
+    if residual is not None and residual > LONG and inverse.learner is not None and not stats.hvps:
         return (
             f"{inverse.name} made x far too long (residual {residual:.2g}): it learnt far less curvature than the inner Hessian"
             " has. Where a model fits its data, the gradients of the samples vanish, and the empirical Fisher matrix with them."

@@ -9,7 +9,7 @@ from typing import Any
 
 from nhgd._registry import Registry
 from nhgd.errors import InputError
-from nhgd.inverse.base import AbstractInverse, SolveStats
+from nhgd.inverse.base import AbstractInverse, Iterative, Learned, SolveStats
 from nhgd.inverse.broyden import Broyden
 from nhgd.inverse.cg import CG
 from nhgd.inverse.ekfac import EKFAC
@@ -85,6 +85,8 @@ __all__ = [
     "FisherWindow",
     "FixedPoint",
     "Identity",
+    "Iterative",
+    "Learned",
     "Neumann",
     "Nystrom",
     "QuadraticSGD",

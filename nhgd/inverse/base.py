@@ -1,22 +1,24 @@
-"""What every inverse is: three methods around a state."""
+"""What an inverse is, of two kinds: one learns from the inner steps, the other asks for products at each solve."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar, final
 
 from torch import Tensor
 
 from nhgd._registry import summary
 from nhgd._validation import Validated
-from nhgd.errors import InputError
 from nhgd.oracle import Oracle
 from nhgd.record import FisherKind, InnerRecord, RecordKind
+from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
 POOR = 0.1  # a relative residual above it is said aloud
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -42,30 +44,12 @@ class SolveStats:
     trouble: str | None = None
 
 
-class Graphable(NamedTuple):
-    """Work on a record that is the same again and again.
-
-    Attributes:
-        key: what it depends on beside the record's shapes.
-        work: what is done with the record; its result is what `observe(state, record, ready)` takes beside the record.
-        speculative: where the work is all that is done with tensors and its result is one tensor of a few numbers to look at: the
-            state to launch the next record's work from, and to solve with, before these numbers are known. None: there is no
-            going on before. Which of the two it is must depend on the type of the record alone.
-        finalise: with `ahead`: (state, numbers) -> the state after the record.
-    """
-
-    key: Hashable
-    work: Callable[[InnerRecord], Any]
-    speculative: Any = None
-    finalise: Callable[[Any, list[float]], Any] | None = None
-
-
 @dataclass(frozen=True)
 class AbstractInverse(Validated, ABC):
-    """A way to apply the inverse of the inner Hessian.
+    """A way to apply the inverse of the inner Hessian: a frozen dataclass of hyper-parameters.
 
-    A subclass is a frozen dataclass of hyper-parameters; what evolves is a state of its own. An inverse that learns
-    from the inner steps says in `records` what it needs of them; the inner step computes nothing else.
+    Derive from `Learned`, whose state follows the inner steps, or from `Iterative`, which has none. Whoever holds an inverse
+    of either kind, with the state of its `learner` if it has one, calls `apply`.
     """
 
     name: ClassVar[str]
@@ -77,69 +61,25 @@ class AbstractInverse(Validated, ABC):
         return self.name
 
     @property
-    def records(self) -> RecordKind | None:
-        """Which record of the inner step `observe` takes: "batch", "raw", "sample", "layer", or None for none."""
-        return None
-
-    @property
-    def reduces(self) -> bool:
-        """Whether `observe` takes the record of a worker's part of a batch and sums over its team.
-
-        Otherwise the records of all workers are gathered first, and it is handed that of the whole batch.
-        """
-        return False
-
-    @property
-    def couples(self) -> bool:
-        """Whether products of one parameter's rows with another's matter; where not, a record may take them from two passes."""
-        return True
-
-    @property
-    def fisher(self) -> FisherKind:
-        """Of which Fisher matrix the records are."""
-        return "empirical"
-
-    def init(self, theta: Variable) -> Any:
-        """The state before any inner step."""
-        return None
-
-    def begin(self, state: Any) -> Any:
-        """The state at the start of an outer step's inner loop; called once for each, before its first `observe`."""
-        return state
-
-    def needs_record(self, step: int) -> bool:
-        """Whether the record of this inner step is to be made at all; steps count from 0 over the whole run."""
-        return True
-
-    def observe(self, state: Any, record: InnerRecord) -> Any:
-        """The state after an inner step. The one given may be changed in place: keep a copy of it by `state.clone()`."""
-        return state
-
-    def graphable(self, state: Any, record: InnerRecord) -> Graphable | None:
-        """The part of `observe` that is work on tensors of fixed shapes at fixed places, if there is one.
-
-        An executor may capture it as a CUDA graph.
-        """
-        return None
+    @abstractmethod
+    def learner(self) -> Learned[Any] | None:
+        """The part of it that learns from the inner steps, whose state it is applied with; None where nothing does."""
 
     @abstractmethod
-    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
-        """x close to H^{-1} u, (D,), at a point. `start` is a first guess, which iterative methods use."""
-
-    def operator(self, state: Any, at: Oracle) -> Callable[[Tensor], Tensor]:
-        """u -> x for many right-hand sides at one point; an inverse that factorises does so once, here."""
-        return lambda u: self.solve(state, u, at)[0]
-
-    def damped(self, damping: float) -> AbstractInverse:
-        """The same inverse with this damping in place of its own."""
-        if "damping" not in {f.name for f in fields(self)}:
-            raise InputError(f"{self.name} has no damping to adapt, so it cannot precondition inner steps. Use kfac.")
-        made: AbstractInverse = replace(self, **{"damping": damping})
-        return made
+    def with_learner(self, learner: Learned[Any]) -> AbstractInverse:
+        """The same inverse with another part that learns; itself where nothing does."""
 
     @abstractmethod
+    def apply(self, state: Any, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+        """x close to H^{-1} u, (D,), at a point. `start` is a first guess, which those that iterate use."""
+
+    @abstractmethod
+    def preconditioner(self, state: Any, oracle: Oracle) -> Callable[[Tensor], Tensor]:
+        """u -> x for many right-hand sides at one point."""
+
     def memory(self, theta: Variable) -> int:
-        """Bytes held by the state and by a solve, beyond the graph of one inner gradient."""
+        """Bytes held by the state and by a solve, beyond the graph of one inner gradient: three vectors, unless it says more."""
+        return vector_bytes(theta, 3)
 
     @property
     def products(self) -> int | None:
@@ -154,6 +94,116 @@ class AbstractInverse(Validated, ABC):
     def summary(cls) -> str:
         """The first line of the docstring."""
         return summary(cls)
+
+
+@dataclass(frozen=True)
+class Learned(AbstractInverse, Generic[S]):
+    """An inverse that learns from the inner steps: `init`, `observe` and `solve` around a state of its own kind, S.
+
+    It says what it needs of an inner step, which computes nothing else. Of the point of a solve it needs the ridge alone.
+    A state that is to be saved, moved or sent derives from `State`.
+    """
+
+    @property
+    @abstractmethod
+    def records(self) -> RecordKind:
+        """Which record of the inner step `observe` takes: "batch", "raw", "sample" or "layer"."""
+
+    @property
+    def fisher(self) -> FisherKind:
+        """Of which Fisher matrix the records are."""
+        return "empirical"
+
+    @property
+    def reduces(self) -> bool:
+        """Whether `observe` takes the record of a worker's part of a batch and sums over its team.
+
+        Otherwise the records of all workers are gathered first, and it is handed that of the whole batch.
+        """
+        return False
+
+    @property
+    def couples(self) -> bool:
+        """Whether products of one parameter's rows with another's matter; where not, a record may take them from two passes."""
+        return True
+
+    @abstractmethod
+    def init(self, theta: Variable) -> S:
+        """The state before any inner step."""
+
+    def begin(self, state: S) -> S:
+        """The state at the start of an outer step's inner loop; called once for each, before its first `observe`."""
+        return state
+
+    def needs_record(self, step: int) -> bool:
+        """Whether the record of this inner step is to be made at all; steps count from 0 over the whole run."""
+        return True
+
+    @abstractmethod
+    def observe(self, state: S, record: InnerRecord) -> S:
+        """The state after an inner step. The one given may be changed in place: keep a copy of it by `state.clone()`."""
+
+    @abstractmethod
+    def solve(self, state: S, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
+        """x close to H^{-1} u, (D,), by what was learnt and the ridge."""
+
+    def operator(self, state: S, ridge: Ridge) -> Callable[[Tensor], Tensor]:
+        """u -> x for many right-hand sides; an inverse that factorises does so once, here."""
+        return lambda u: self.solve(state, u, ridge)[0]
+
+    @final
+    @property
+    def learner(self) -> Learned[S]:
+        """Itself."""
+        return self
+
+    @final
+    def with_learner(self, learner: Learned[Any]) -> AbstractInverse:
+        """The other."""
+        return learner
+
+    @final
+    def apply(self, state: S, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+        """Solve with the ridge of the point; no start is needed."""
+        return self.solve(state, u, oracle.ridge)
+
+    @final
+    def preconditioner(self, state: S, oracle: Oracle) -> Callable[[Tensor], Tensor]:
+        """The operator with the ridge of the point."""
+        return self.operator(state, oracle.ridge)
+
+
+@dataclass(frozen=True)
+class Iterative(AbstractInverse):
+    """An inverse that learns nothing beforehand: it asks the oracle for the products it needs, at each solve."""
+
+    @abstractmethod
+    def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+        """x close to H^{-1} u, (D,), at a point, perhaps from a first guess."""
+
+    def operator(self, oracle: Oracle) -> Callable[[Tensor], Tensor]:
+        """u -> x for many right-hand sides at one point; an inverse that factorises does so once, here."""
+        return lambda u: self.solve(u, oracle)[0]
+
+    @final
+    @property
+    def learner(self) -> None:
+        """Nothing learns."""
+
+    @final
+    def with_learner(self, learner: Learned[Any]) -> AbstractInverse:
+        """Itself: nothing learns."""
+        return self
+
+    @final
+    def apply(self, state: Any, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+        """Solve; there is no state."""
+        return self.solve(u, oracle, start)
+
+    @final
+    def preconditioner(self, state: Any, oracle: Oracle) -> Callable[[Tensor], Tensor]:
+        """The operator at the point."""
+        return self.operator(oracle)
 
 
 def vector_bytes(theta: Variable, count: int = 1) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -12,14 +12,14 @@ from torch import Tensor
 from nhgd.errors import NonFiniteError, counted, not_negative
 from nhgd.inverse._krylov.curvature import Curvature
 from nhgd.inverse._krylov.least_residual import GAIN
-from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.base import Iterative, SolveStats, vector_bytes
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable
 
 
 @final
 @dataclass(frozen=True)
-class Broyden(AbstractInverse):
+class Broyden(Iterative):
     """Broyden's good method with limited memory, projected updates and the best iterate kept.
 
     G approximates H^{-1}; it begins as a multiple of the identity, gamma I with gamma = |x| / |H x| at the first x.
@@ -63,13 +63,13 @@ class Broyden(AbstractInverse):
         counted("Broyden", steps=self.steps, pairs=self.pairs)
         not_negative("Broyden", tol=self.tol, damping=self.damping)
 
-    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` where it is better than zero, or from the normalised u."""
-        before = at.calls.hvps
+        before = oracle.calls.hvps
         size = float(u.norm())
         if size == 0:
             return torch.zeros_like(u), SolveStats(0.0, 0, True, {"iterations": 0})
-        x, y = self._first(at, u, start)
+        x, y = self._first(oracle, u, start)
         r = u - y
         found = _Approximation(x, y, min(self.pairs, self.steps + 1), self.projected)
         found.learn(x, y)
@@ -87,7 +87,7 @@ class Broyden(AbstractInverse):
             if least <= self.tol * size or taken == self.steps:
                 break
             s = found.apply(r)
-            y = self._product(at, s)
+            y = self._product(oracle, s)
             taken += 1
             squared = float(y.dot(y))
             flat = 100 * seen.eps * seen.largest * float(s.norm())
@@ -104,27 +104,27 @@ class Broyden(AbstractInverse):
             length = float(r.norm())
             found.learn(s, y)
         if sure is not None:
-            least = float((u - self._product(at, best)).norm())
+            least = float((u - self._product(oracle, best)).norm())
             if not least <= GAIN * sure[1]:
                 best, least = sure
         notes = {"iterations": taken, "last": length / size, "negative_curvature": seen.negative}
-        return best, SolveStats(least / size, at.calls.hvps - before, least <= self.tol * size, notes)
+        return best, SolveStats(least / size, oracle.calls.hvps - before, least <= self.tol * size, notes)
 
-    def _first(self, at: Oracle, u: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _first(self, oracle: Oracle, u: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
         """The first x and H x."""
         if start is not None:
-            y = self._product(at, start)
+            y = self._product(oracle, start)
             if float((u - y).norm()) < float(u.norm()):
                 return start.clone(), y
         x = u / u.norm()
-        y = self._product(at, x)
+        y = self._product(oracle, x)
         if self.line_search and bool(y.any()):
             alpha = u.dot(y) / y.dot(y)
             x, y = alpha * x, alpha * y
         return x, y
 
-    def _product(self, at: Oracle, x: Tensor) -> Tensor:
-        found = at.hvp(x)
+    def _product(self, oracle: Oracle, x: Tensor) -> Tensor:
+        found = oracle.hvp(x)
         return found.add_(x, alpha=self.damping) if self.damping else found
 
     def memory(self, theta: Variable) -> int:

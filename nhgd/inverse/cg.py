@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from nhgd.errors import counted, not_negative
 from nhgd.inverse._krylov.pcg import pcg
-from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.base import Iterative, SolveStats, vector_bytes
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable
 
 
 @final
 @dataclass(frozen=True)
-class CG(AbstractInverse):
+class CG(Iterative):
     """Conjugate gradients, with a stopping test and checks for negative and for vanishing curvature.
 
         r = u - H x,  p = r
@@ -53,16 +53,16 @@ class CG(AbstractInverse):
         counted("CG", steps=self.steps)
         not_negative("CG", tol=self.tol, damping=self.damping)
 
-    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` where it is better than zero, or from zero."""
-        before = at.calls.hvps
+        before = oracle.calls.hvps
         # Below this the recursion goes on in numbers too small to mean anything, until they vanish.
         tol = max(self.tol, torch.finfo(u.dtype).eps ** 2)
-        x, residual, notes = pcg("CG", lambda x: self._product(at, x), u, self.steps, tol, start)
-        return x, SolveStats(residual, at.calls.hvps - before, residual <= tol, notes)
+        x, residual, notes = pcg("CG", lambda x: self._product(oracle, x), u, self.steps, tol, start)
+        return x, SolveStats(residual, oracle.calls.hvps - before, residual <= tol, notes)
 
-    def _product(self, at: Oracle, x: Tensor) -> Tensor:
-        found = at.hvp(x)
+    def _product(self, oracle: Oracle, x: Tensor) -> Tensor:
+        found = oracle.hvp(x)
         return found.add_(x, alpha=self.damping) if self.damping else found
 
     def memory(self, theta: Variable) -> int:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import InputError
-from nhgd.inverse._learned.kronecker import AbstractKronecker, Basis, KroneckerState
+from nhgd.inverse._learned.eigenbasis import Basis, Solver, decompositions
+from nhgd.inverse._learned.kronecker import AbstractKronecker
+from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.statistics import merge, second_moments
 from nhgd.record import LayerStatistics, mean_over_team
-from nhgd.variable import Variable
 
 
 @dataclass
@@ -24,7 +25,7 @@ class EKFACState(KroneckerState):
 
 @final
 @dataclass(frozen=True)
-class EKFAC(AbstractKronecker):
+class EKFAC(AbstractKronecker[EKFACState]):
     """EKFAC: K-FAC's eigenbasis, with the second moments of per-sample gradients in place of its eigenvalues.
 
     With Q_A and Q_G the eigenvectors of K-FAC's factors and S_i = sum_t g_it a_it^T the gradient of sample i:
@@ -61,6 +62,7 @@ class EKFAC(AbstractKronecker):
     """
 
     name: ClassVar[str] = "ekfac"
+    moments: ClassVar[int] = 1
     invert_every: int | None = 10
 
     def __post_init__(self) -> None:
@@ -77,7 +79,7 @@ class EKFAC(AbstractKronecker):
         bases, moments = dict(state.bases), dict(state.moments)
         due = self._due(state)
         wanted = [name for name in state.inputs if due or name not in bases]
-        for name, new in self.decompositions(state, wanted, record.team).items():
+        for name, new in decompositions(state, wanted, record.team).items():
             old = bases.get(name)
             bases[name] = new._asdict()
             if old is not None:
@@ -95,13 +97,8 @@ class EKFAC(AbstractKronecker):
     def _trace(self, state: EKFACState, layer: str) -> Tensor:
         return state.moments[layer].sum()
 
-    def _spectrum(self, state: EKFACState, layer: str) -> tuple[Basis, Tensor]:
-        return Basis(**state.bases[layer]), state.moments[layer]
-
-    def memory(self, theta: Variable) -> int:
-        """As K-FAC with kept eigenvectors, and the moments, twice while a batch is folded in."""
-        size = (self.dtype or torch.promote_types(theta.dtype, torch.float32)).itemsize
-        return super().memory(theta) + 2 * size * theta.numel
+    def _layer_solver(self, state: EKFACState, layer: str, extra: float) -> Solver:
+        return Basis(**state.bases[layer]).solver("EKFAC", layer, state.moments[layer], extra)
 
 
 def _carried(moments: Tensor, a: Tensor, g: Tensor, old: Basis, new: Basis) -> Tensor:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import InputError, NonFiniteError, counted, not_negative
-from nhgd.inverse.base import AbstractInverse, SolveStats
+from nhgd.inverse.base import Iterative, SolveStats
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable
 
 
 @final
 @dataclass(frozen=True)
-class Exact(AbstractInverse):
+class Exact(Iterative):
     """The dense Hessian, formed by D products and solved directly.
 
         x = (H + damping I)^+ u
@@ -45,30 +45,30 @@ class Exact(AbstractInverse):
         not_negative("Exact", damping=self.damping)
         counted("Exact", max_dim=self.max_dim)
 
-    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Form H and solve."""
-        before = at.calls.hvps
-        found = self._factorised(at)
+        before = oracle.calls.hvps
+        found = self._factorised(oracle)
         x, residual, outside = found.solve(u)
         notes: dict[str, Any] = {"positive_definite": found.definite, "negative_curvature": found.negative}
         if found.null:
             notes |= {"outside": outside, "null": found.null, "cut": found.cut(u)}
-        return x, SolveStats(residual, at.calls.hvps - before, residual < 1e-6, notes)
+        return x, SolveStats(residual, oracle.calls.hvps - before, residual < 1e-6, notes)
 
-    def operator(self, state: Any, at: Oracle) -> Callable[[Tensor], Tensor]:
+    def operator(self, oracle: Oracle) -> Callable[[Tensor], Tensor]:
         """H is formed and factorised once."""
-        found = self._factorised(at)
+        found = self._factorised(oracle)
         return lambda u: found.solve(u)[0]
 
-    def _factorised(self, at: Oracle) -> Factorised:
-        if at.numel > self.max_dim:
+    def _factorised(self, oracle: Oracle) -> Factorised:
+        if oracle.numel > self.max_dim:
             raise InputError(
-                f"Exact would form a {at.numel} x {at.numel} matrix by {at.numel} Hessian products. Use cg, or raise"
+                f"Exact would form a {oracle.numel} x {oracle.numel} matrix by {oracle.numel} Hessian products. Use cg, or raise"
                 f" max_dim (now {self.max_dim}) if you mean it."
             )
-        hessian = dense(at)
+        hessian = dense(oracle)
         hessian.diagonal().add_(self.damping)
-        return Factorised(hessian, at.problem.theta.dtype)
+        return Factorised(hessian, oracle.problem.theta.dtype)
 
     def memory(self, theta: Variable) -> int:
         """Four times H in float64, which its eigenvalues need."""
@@ -79,8 +79,12 @@ class Exact(AbstractInverse):
         """D of them."""
         return None
 
+    def warnings_for(self, theta: Variable) -> list[str]:
+        """Whether theta is too large."""
+        return [f"refused above max_dim = {self.max_dim}"] if theta.numel > self.max_dim else []
 
-def dense(at: Oracle, tick: Callable[[float], None] = lambda done: None, chunk: int = 8) -> Tensor:
+
+def dense(oracle: Oracle, tick: Callable[[float], None] = lambda done: None, chunk: int = 8) -> Tensor:
     """The inner Hessian as an array (D, D) in float64: D products, some of them in one vectorised pass.
 
     It is symmetric but for the rounding errors of its products.
@@ -89,13 +93,13 @@ def dense(at: Oracle, tick: Callable[[float], None] = lambda done: None, chunk: 
         tick: told the fraction done after each pass.
         chunk: products in one pass; fewer need less memory.
     """
-    theta = at.problem.theta
+    theta = oracle.problem.theta
     rows = []
-    for first in range(0, at.numel, chunk):
-        unit = torch.zeros(min(chunk, at.numel - first), at.numel, dtype=theta.dtype, device=theta.device)
+    for first in range(0, oracle.numel, chunk):
+        unit = torch.zeros(min(chunk, oracle.numel - first), oracle.numel, dtype=theta.dtype, device=theta.device)
         unit.diagonal(first).fill_(1.0)
-        rows.append(at.hvps(unit).double())
-        tick((first + len(unit)) / at.numel)
+        rows.append(oracle.hvps(unit).double())
+        tick((first + len(unit)) / oracle.numel)
     return torch.cat(rows)
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from nhgd.errors import InputError, NonFiniteError, not_negative, positive, unknown
 from nhgd.inverse._learned.damping import refuse_singular, resolve_damping
+from nhgd.inverse._learned.graph import Graphable
 from nhgd.inverse._learned.state import State
-from nhgd.inverse.base import AbstractInverse, Graphable, SolveStats
-from nhgd.oracle import Oracle
+from nhgd.inverse.base import Learned, SolveStats
 from nhgd.record import (
     BatchGradient,
     FisherKind,
@@ -24,6 +24,7 @@ from nhgd.record import (
     observed_samples,
     whole,
 )
+from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
 
@@ -44,7 +45,7 @@ class DenseState(State):
 
 @final
 @dataclass(frozen=True)
-class FisherDense(AbstractInverse):
+class FisherDense(Learned[DenseState]):
     """The Fisher matrix as one D x D array, averaged over the inner steps; for small D.
 
     An inner step hands over F_batch = (1/B) sum_i w_i s_i s_i^T, one observation whatever B is. With its gain g,
@@ -345,16 +346,16 @@ class FisherDense(AbstractInverse):
             f" mean curvature (limit {limit:.2g}), so rounding spoils the others"
         )
 
-    def solve(self, state: DenseState, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, state: DenseState, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         """One Cholesky factorisation, or one product with A."""
-        apply, notes = self._factorised(state, at)
+        apply, notes = self._factorised(state, ridge)
         return apply(u), SolveStats(residual=None, hvps=0, converged=True, notes=notes)
 
-    def operator(self, state: DenseState, at: Oracle) -> Callable[[Tensor], Tensor]:
+    def operator(self, state: DenseState, ridge: Ridge) -> Callable[[Tensor], Tensor]:
         """One factorisation for many right-hand sides."""
-        return self._factorised(state, at)[0]
+        return self._factorised(state, ridge)[0]
 
-    def _factorised(self, state: DenseState, at: Oracle) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+    def _factorised(self, state: DenseState, ridge: Ridge) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
         """u -> x, and the notes of the solve."""
         matrix = state.matrix
         notes: dict[str, Any] = {"observed": state.observed}
@@ -362,12 +363,12 @@ class FisherDense(AbstractInverse):
         if self.form == "inverse":
             notes |= {"damping": 0.0, "ridge": "in the prior alone, which decays", "restarts": state.restarts}
         else:
-            ridge = at.problem.ridge_diagonal().to(matrix)
             notes["damping"] = damping = resolve_damping(self.damping, ridge, state.curvature)
+            shift = ridge.diagonal(len(matrix), matrix.dtype, matrix.device) + damping
             if state.count == 0:
-                refuse_singular("FisherDense", ridge + damping, observed=False)
+                refuse_singular("FisherDense", shift, observed=False)
             shifted = matrix.clone()
-            shifted.diagonal().add_(ridge + damping)
+            shifted.diagonal().add_(shift)
             factor, info = torch.linalg.cholesky_ex(shifted)
             if int(info) != 0:
                 raise InputError(
@@ -393,8 +394,9 @@ class FisherDense(AbstractInverse):
         return theta.numel**2 * self.dtype.itemsize * (2 if self.form == "inverse" else 3)
 
     def warnings_for(self, theta: Variable) -> list[str]:
-        """That the inverse form cannot hold the ridge."""
-        return ["the ridge is in the prior alone, which decays"] if self.form == "inverse" else []
+        """Whether theta is too large, and that the inverse form cannot hold the ridge."""
+        refused = [f"refused above max_dim = {self.max_dim}"] if theta.numel > self.max_dim else []
+        return refused + (["the ridge is in the prior alone, which decays"] if self.form == "inverse" else [])
 
 
 _LIMITS = {

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from nhgd.errors import InputError, counted, positive
 from nhgd.inverse._learned.damping import resolve_damping
+from nhgd.inverse._learned.periods import Periodic, check_overhead
 from nhgd.inverse._learned.state import State
 from nhgd.inverse._learned.statistics import check_invertible, check_statistics, second_moments, step_of_mean
-from nhgd.inverse.base import AbstractInverse, SolveStats
-from nhgd.oracle import Oracle
+from nhgd.inverse.base import SolveStats
 from nhgd.record import FisherKind, InnerRecord, LayerStatistics, RecordKind, mean_over_team, observed_samples
+from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
 
@@ -31,7 +32,7 @@ class FisherDiagonalState(State):
 
 @final
 @dataclass(frozen=True)
-class FisherDiagonal(AbstractInverse):
+class FisherDiagonal(Periodic[FisherDiagonalState]):
     """The diagonal of the Fisher matrix, a running mean over the inner steps.
 
         f <- mean of mean_i w_i s_i^2 over the batches, entry by entry
@@ -75,21 +76,16 @@ class FisherDiagonal(AbstractInverse):
         if self.overhead is not None:
             positive("FisherDiagonal", overhead=self.overhead)
 
-    def needs_record(self, step: int) -> bool:
-        """Every `factor_every`-th step."""
-        return step % self.factor_every == 0
-
     def with_periods(self, inner_seconds: float, factor_seconds: float, invert_seconds: float = 0.0) -> FisherDiagonal:
         """A copy whose period keeps within `overhead`, which is then None; there is nothing to invert."""
-        if self.overhead is None:
-            raise InputError(
-                "FisherDiagonal: with_periods needs overhead, the share of an inner step that may be spent."
-            )
-        every = max(1, ceil(factor_seconds / (self.overhead * inner_seconds)))
-        return replace(self, factor_every=every, overhead=None)
+        allowed = check_overhead("FisherDiagonal", self.overhead, inner_seconds, factor_seconds, invert_seconds)
+        return replace(self, factor_every=max(1, ceil(factor_seconds / allowed)), overhead=None)
+
+    def decompose(self, state: FisherDiagonalState) -> None:
+        """There is nothing to decompose."""
 
     @property
-    def records(self) -> RecordKind | None:
+    def records(self) -> RecordKind:
         """Inputs and scores of the layers."""
         return "layer"
 
@@ -116,7 +112,7 @@ class FisherDiagonal(AbstractInverse):
         )
 
     @torch.no_grad()
-    def observe(self, state: Any, record: InnerRecord) -> FisherDiagonalState:
+    def observe(self, state: FisherDiagonalState, record: InnerRecord) -> FisherDiagonalState:
         """Fold the batch into the running mean; the state that was given stays as it was."""
         assert isinstance(record, LayerStatistics)
         batch = torch.zeros_like(state.diagonal)
@@ -140,17 +136,17 @@ class FisherDiagonal(AbstractInverse):
         return FisherDiagonalState(state.diagonal.lerp(batch, rate), state.starts, state.sizes, mass)
 
     @torch.no_grad()
-    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, state: FisherDiagonalState, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         """One division."""
         if state.mass == 0:
             raise InputError(
                 "FisherDiagonal has observed no inner step yet, so there is nothing to invert. Run an inner step first, or"
                 " give inner_data."
             )
-        ridge = at.problem.ridge_diagonal().to(state.diagonal.dtype)
         damping = resolve_damping(self.damping, ridge, float(state.diagonal.mean()))
-        entries = state.diagonal + ridge + damping
-        if not bool((ridge + damping > 0).all()):
+        shift = ridge.diagonal(len(state.diagonal), state.diagonal.dtype, state.diagonal.device)
+        entries = state.diagonal + shift + damping
+        if not bool((shift + damping > 0).all()):
             check_invertible("FisherDiagonal", "theta", entries)
         x = (u.to(entries.dtype) / entries).to(u.dtype)
         return x, SolveStats(None, 0, True, {"damping": damping})

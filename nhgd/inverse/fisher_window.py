@@ -18,9 +18,9 @@ from nhgd.errors import InputError, NonFiniteError, not_negative, positive, unkn
 from nhgd.inverse._learned.damping import refuse_singular, resolve_damping
 from nhgd.inverse._learned.gram import PIECE, AbstractBlock, Factors, Rows
 from nhgd.inverse._learned.state import State
-from nhgd.inverse.base import AbstractInverse, SolveStats
-from nhgd.oracle import Oracle
+from nhgd.inverse.base import Learned, SolveStats
 from nhgd.record import BatchGradient, FisherKind, InnerRecord, LayerStatistics, PerSampleGradients
+from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
 MANY_ROWS = 20_000
@@ -79,7 +79,7 @@ class _NewRows:
 
 @final
 @dataclass(frozen=True)
-class FisherWindow(AbstractInverse):
+class FisherWindow(Learned[WindowState]):
     """The Fisher matrix of the last samples, solved by their Gram matrix; never a D x D array.
 
     With the rows R of the samples in the window, their weights c and the shift s = 2 l2 + damping, a vector,
@@ -276,31 +276,29 @@ class FisherWindow(AbstractInverse):
             weights = weights / weights.sum()
         return weights.repeat_interleave(len(state.gram) // self.window)
 
-    def solve(
-        self, state: WindowState, u: Tensor, at: Oracle, start: Tensor | None = None
-    ) -> tuple[Tensor, SolveStats]:
+    def solve(self, state: WindowState, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         """One Cholesky factorisation of a matrix with a row for each row of the window."""
-        apply, notes = self._factorised(state, at)
+        apply, notes = self._factorised(state, ridge)
         return apply(u), SolveStats(residual=None, hvps=0, converged=True, notes=notes)
 
-    def operator(self, state: WindowState, at: Oracle) -> Callable[[Tensor], Tensor]:
+    def operator(self, state: WindowState, ridge: Ridge) -> Callable[[Tensor], Tensor]:
         """One factorisation for many right-hand sides."""
-        return self._factorised(state, at)[0]
+        return self._factorised(state, ridge)[0]
 
-    def _factorised(self, state: WindowState, at: Oracle) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+    def _factorised(self, state: WindowState, ridge: Ridge) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
         """u -> x, and the notes of the solve."""
-        device = at.problem.theta.device if state.gram is None else state.gram.device
-        ridge = at.problem.ridge_diagonal().to(device, torch.float64)
-        coefficients = ridge[:0] if state.gram is None else self._coefficients(state)
+        size = sum(state.sizes.values())
+        shift = ridge.diagonal(size, torch.float64, None if state.gram is None else state.gram.device)
+        coefficients = shift[:0] if state.gram is None else self._coefficients(state)
         count = len(coefficients)
-        gram = ridge.new_zeros(0, 0) if state.gram is None else state.gram[:count, :count]
+        gram = shift.new_zeros(0, 0) if state.gram is None else state.gram[:count, :count]
         trace = float(gram.diagonal().dot(coefficients))
         if not isfinite(trace):
             raise NonFiniteError(
                 "FisherWindow: a gradient in the window holds nan or inf. Lower inner_lr, or look at the inner losses."
             )
-        damping = resolve_damping(self.damping, ridge, trace / len(ridge))
-        shift = ridge + damping
+        damping = resolve_damping(self.damping, ridge, trace / size)
+        shift = shift + damping
         refuse_singular("FisherWindow", shift, observed=count > 0)
         blocks = [block.take(slice(0, state.filled)) for block in state.blocks()]
         low, high = torch.aminmax(shift)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -13,14 +13,14 @@ from torch import Tensor
 from nhgd.errors import counted, not_negative, positive
 from nhgd.inverse._krylov.pcg import first_iterate
 from nhgd.inverse._krylov.richardson import richardson, safe_step
-from nhgd.inverse.base import POOR, AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.base import POOR, Iterative, SolveStats, vector_bytes
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable
 
 
 @final
 @dataclass(frozen=True)
-class FixedPoint(AbstractInverse):
+class FixedPoint(Iterative):
     """The fixed-point iteration of a gradient step of size lr, stopped by its residual.
 
         x <- x + lr (u - H x)
@@ -56,14 +56,14 @@ class FixedPoint(AbstractInverse):
         if self.lr is not None:
             positive("FixedPoint", lr=self.lr)
 
-    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` where it is better than zero, or from zero."""
-        before = at.calls.hvps
-        lr = safe_step(at, u, self.power_steps, self.damping) if self.lr is None else self.lr
+        before = oracle.calls.hvps
+        lr = safe_step(oracle, u, self.power_steps, self.damping) if self.lr is None else self.lr
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
-        x, r = first_iterate(u, lambda x: at.hvp(x) + self.damping * x, start)
+        x, r = first_iterate(u, lambda x: oracle.hvp(x) + self.damping * x, start)
         last, residual, worst, bent = r, math.inf, math.inf, 1.0
-        iterates = richardson(x, r, lr, lambda x, r: u - at.hvp(x) - self.damping * x)
+        iterates = richardson(x, r, lr, lambda x, r: u - oracle.hvp(x) - self.damping * x)
         for taken, (iterate, r) in enumerate(islice(iterates, self.steps + 1)):
             x, residual = iterate, float(r.norm()) / size
             if taken:
@@ -79,7 +79,7 @@ class FixedPoint(AbstractInverse):
             "diverged": not residual <= worst,
             "negative_curvature": residual > POOR and bent < -100 * torch.finfo(u.dtype).eps,
         }
-        return x, SolveStats(residual, at.calls.hvps - before, residual <= self.tol, notes)
+        return x, SolveStats(residual, oracle.calls.hvps - before, residual <= self.tol, notes)
 
     def memory(self, theta: Variable) -> int:
         """x, the residual, its product."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 from torch import Tensor
 
 from nhgd.errors import positive
-from nhgd.inverse.base import AbstractInverse, SolveStats
+from nhgd.inverse.base import Iterative, SolveStats
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable
 
 
 @final
 @dataclass(frozen=True)
-class Identity(AbstractInverse):
+class Identity(Iterative):
     """T1-T2: the Hessian taken as a multiple of the identity, no product at all.
 
         x = scale * u
@@ -37,7 +37,7 @@ class Identity(AbstractInverse):
     def __post_init__(self) -> None:
         positive("Identity", scale=self.scale)
 
-    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Scale u."""
         return self.scale * u, SolveStats(residual=None, hvps=0, converged=True)
 

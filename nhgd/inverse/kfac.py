@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, final, get_args
+from typing import ClassVar, Literal, final, get_args
 
 import torch
 from torch import Tensor
 
 from nhgd.data_parallel import Team
 from nhgd.errors import InputError, unknown
-from nhgd.inverse._learned.kronecker import AbstractKronecker, Basis, KroneckerState, Solver
+from nhgd.inverse._learned.eigenbasis import Basis, Solver, decomposed, decompositions
+from nhgd.inverse._learned.kronecker import AbstractKronecker
+from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.statistics import check_invertible
-from nhgd.oracle import Oracle
 from nhgd.record import LayerStatistics
 
 KFACSolver = Literal["eigen", "cholesky"]
@@ -20,7 +21,7 @@ KFACSolver = Literal["eigen", "cholesky"]
 
 @final
 @dataclass(frozen=True)
-class KFAC(AbstractKronecker):
+class KFAC(AbstractKronecker[KroneckerState]):
     """K-FAC: one Kronecker product for each Linear or Conv2d layer, learnt from the inner steps.
 
     For a layer with inputs a (a 1 appended for its bias) and scores g (derivatives of the loss in its output), at T
@@ -73,6 +74,7 @@ class KFAC(AbstractKronecker):
     """
 
     name: ClassVar[str] = "kfac"
+    moments: ClassVar[int] = 0
     solver: KFACSolver = "eigen"
 
     def __post_init__(self) -> None:
@@ -91,31 +93,31 @@ class KFAC(AbstractKronecker):
     def _refreshed(
         self, before: KroneckerState, state: KroneckerState, record: LayerStatistics, rate: float
     ) -> KroneckerState:
+        if self.invert_every is None:
+            return replace(state, bases={})  # those of a state that other settings have left are of other factors
         if not self._due(state):
             return state
         return replace(state, bases=self._bases(state, record.team))
 
     def _bases(self, state: KroneckerState, team: Team | None) -> dict[str, dict[str, Tensor]]:
-        return {layer: basis._asdict() for layer, basis in self.decompositions(state, state.inputs, team).items()}
+        return {layer: basis._asdict() for layer, basis in decompositions(state, state.inputs, team).items()}
 
-    def _prepared(self, state: Any, at: Oracle) -> tuple[Solver, dict[str, Any]]:
-        if at.team is None or self.invert_every is not None or self.solver != "eigen":
-            return super()._prepared(state, at)
-        kept = replace(state, bases=self._bases(state, at.team))
-        return super(KFAC, replace(self, invert_every=1, overhead=None))._prepared(kept, at)
+    def divided(self, state: KroneckerState, team: Team) -> KroneckerState:
+        """The state with the eigendecompositions that a solve would make of it, divided among the workers of a team."""
+        if self.invert_every is not None or self.solver != "eigen":
+            return state
+        return replace(state, bases=self._bases(state, team))
 
     def _trace(self, state: KroneckerState, layer: str) -> Tensor:
         a, g = (factor.diagonal(dim1=1, dim2=2).sum(1) for factor in state.factors(layer))
         return (a * g).sum()
 
-    def _spectrum(self, state: KroneckerState, layer: str) -> tuple[Basis, Tensor]:
-        kept = state.bases.get(layer) if self.invert_every is not None else None
-        basis = self.decomposed(state, layer) if kept is None else Basis(**kept)
-        return basis, basis.score_values[:, :, None] * basis.input_values[:, None, :]
-
     def _layer_solver(self, state: KroneckerState, layer: str, extra: float) -> Solver:
         if self.solver == "eigen":
-            return super()._layer_solver(state, layer, extra)
+            kept = state.bases.get(layer)
+            basis = decomposed(state, layer) if kept is None else Basis(**kept)
+            values = basis.score_values[:, :, None] * basis.input_values[:, None, :]
+            return basis.solver("KFAC", layer, values, extra)
         a, g = state.factors(layer)
         mean_a, mean_g = (factor.diagonal(dim1=1, dim2=2).mean(1) for factor in (a, g))
         both = (mean_a > 0) & (mean_g > 0)

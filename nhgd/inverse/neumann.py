@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -12,14 +12,14 @@ from torch import Tensor
 from nhgd.errors import counted, not_negative, positive
 from nhgd.inverse._krylov.curvature import Curvature
 from nhgd.inverse._krylov.richardson import richardson, safe_step
-from nhgd.inverse.base import POOR, AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.base import POOR, Iterative, SolveStats, vector_bytes
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable
 
 
 @final
 @dataclass(frozen=True)
-class Neumann(AbstractInverse):
+class Neumann(Iterative):
     """The truncated Neumann series, scaled by phi.
 
         x = phi * sum_{k=0}^{terms} (I - phi H)^k u,      0 < phi < 2 / lambda_max(H)
@@ -57,29 +57,29 @@ class Neumann(AbstractInverse):
         if self.phi is not None:
             positive("Neumann", phi=self.phi)
 
-    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Sum the series."""
-        before = at.calls.hvps
-        phi = safe_step(at, u, self.power_steps, self.damping) if self.phi is None else self.phi
+        before = oracle.calls.hvps
+        phi = safe_step(oracle, u, self.power_steps, self.damping) if self.phi is None else self.phi
         seen = Curvature("Neumann", u.dtype)
-        x, residual, grew = self._sum(u, at, phi, seen)
+        x, residual, grew = self._sum(u, oracle, phi, seen)
         halved = 0
         while grew and self.phi is None and halved < 8:
             phi, halved = phi / 2, halved + 1
-            x, residual, grew = self._sum(u, at, phi, seen)
+            x, residual, grew = self._sum(u, oracle, phi, seen)
         notes = {"phi": phi, "diverged": grew, "negative_curvature": seen.negative}
         # The next summand is the residual itself, so that a series that has come to a standstill is told too.
         converged = residual <= (self.tol or POOR) and not grew
-        return x, SolveStats(residual, at.calls.hvps - before, converged, notes)
+        return x, SolveStats(residual, oracle.calls.hvps - before, converged, notes)
 
-    def _sum(self, u: Tensor, at: Oracle, phi: float, seen: Curvature) -> tuple[Tensor, float, bool]:
+    def _sum(self, u: Tensor, oracle: Oracle, phi: float, seen: Curvature) -> tuple[Tensor, float, bool]:
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
         taken = 0
 
         def following(x: Tensor, term: Tensor) -> Tensor:
             nonlocal taken
             taken += 1
-            product = at.hvp(term) + self.damping * term
+            product = oracle.hvp(term) + self.damping * term
             seen.positive(term, product, taken)
             return term - phi * product
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from nhgd.errors import NonFiniteError, counted, not_negative
 from nhgd.inverse._learned.damping import SHARE
-from nhgd.inverse.base import POOR, AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.base import POOR, Iterative, SolveStats, vector_bytes
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable
 
 
 @final
 @dataclass(frozen=True)
-class Nystrom(AbstractInverse):
+class Nystrom(Iterative):
     """The Hessian approximated by some of its columns, and inverted by the Woodbury identity.
 
     The ridge R = diag(2 l2) is known, so only the rest H - R is approximated. With C = (H - R)[:, K], W = (H - R)[K, K]
@@ -55,14 +55,14 @@ class Nystrom(AbstractInverse):
         if self.rho is not None:
             not_negative("Nystrom", rho=self.rho)
 
-    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Draw the columns and apply the inverse."""
-        before = at.calls.hvps
-        approximation = self._approximate(at, u)
+        before = oracle.calls.hvps
+        approximation = self._approximate(oracle, u)
         x = approximation.inverse(u)
         # What the columns do not show, they cannot tell: whether x solves the system takes a product of its own.
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
-        left = at.hvp(x) - u
+        left = oracle.hvp(x) - u
         if self.rho:  # what was asked for is then the damped system
             left.add_(x, alpha=self.rho)
         residual = float(left.norm()) / size
@@ -72,22 +72,22 @@ class Nystrom(AbstractInverse):
             "negative_curvature": approximation.indefinite,
         }
         converged = residual <= POOR and not approximation.indefinite
-        return x, SolveStats(residual, at.calls.hvps - before, converged, notes)
+        return x, SolveStats(residual, oracle.calls.hvps - before, converged, notes)
 
-    def operator(self, state: Any, at: Oracle) -> Callable[[Tensor], Tensor]:
+    def operator(self, oracle: Oracle) -> Callable[[Tensor], Tensor]:
         """The columns are drawn once."""
-        return self._approximate(at, at.problem.theta.flat()).inverse
+        return self._approximate(oracle, oracle.problem.theta.flat()).inverse
 
-    def _approximate(self, at: Oracle, like: Tensor) -> _Approximation:
-        size = at.numel
-        generator = torch.Generator().manual_seed(at.seed)
+    def _approximate(self, oracle: Oracle, like: Tensor) -> _Approximation:
+        size = oracle.numel
+        generator = torch.Generator().manual_seed(oracle.seed)
         chosen = torch.randperm(size, generator=generator)[: self.rank].to(like.device)
-        ridge = at.problem.ridge_diagonal().double()
+        ridge = oracle.problem.ridge_diagonal().double()
         rows = []
         for part in chosen.split(self.chunk):
             unit = like.new_zeros(len(part), size)
             unit[torch.arange(len(part), device=like.device), part] = 1.0
-            rows.append(at.hvps(unit))
+            rows.append(oracle.hvps(unit))
         columns = torch.cat(rows).T.double()  # (D, rank), of H
         places = torch.arange(len(chosen), device=like.device)
         columns[chosen, places] -= ridge[chosen]

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from nhgd.errors import InputError, counted, not_negative, unknown
 from nhgd.inverse._krylov.pcg import pcg
-from nhgd.inverse.base import AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.base import AbstractInverse, Learned, SolveStats, vector_bytes
 from nhgd.inverse.kfac import KFAC
 from nhgd.oracle import Oracle
-from nhgd.record import FisherKind, InnerRecord, RecordKind
 from nhgd.variable import Variable
 
 Matrix = Literal["hessian", "ggn"]
@@ -72,67 +71,26 @@ class Refined(AbstractInverse):
         return f"refined({self.inverse.label}, {self.steps})"
 
     @property
-    def records(self) -> RecordKind | None:
-        """Those of the inverse inside."""
-        return self.inverse.records
-
-    @property
-    def reduces(self) -> bool:
-        """As the inverse inside does."""
-        return self.inverse.reduces
-
-    @property
-    def couples(self) -> bool:
-        """As the inverse inside does."""
-        return self.inverse.couples
-
-    @property
-    def fisher(self) -> FisherKind:
+    def learner(self) -> Learned[Any] | None:
         """That of the inverse inside."""
-        return self.inverse.fisher
+        return self.inverse.learner
 
-    def init(self, theta: Variable) -> Any:
-        """The state of the inverse inside."""
-        return self.inverse.init(theta)
+    def with_learner(self, learner: Learned[Any]) -> Refined:
+        """The inverse inside with another learner."""
+        return replace(self, inverse=self.inverse.with_learner(learner))
 
-    def begin(self, state: Any) -> Any:
-        """As the inverse inside begins."""
-        return self.inverse.begin(state)
-
-    def needs_record(self, step: int) -> bool:
-        """As the inverse inside wants."""
-        return self.inverse.needs_record(step)
-
-    def observe(self, state: Any, record: InnerRecord) -> Any:
-        """As the inverse inside observes."""
-        return self.inverse.observe(state, record)
-
-    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def apply(self, state: Any, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` where it is better than zero, or from zero."""
-        before = at.calls.hvps
-        product = at.hvp if self.matrix == "hessian" else at.ggn
-        precondition = self.inverse.operator(state, at)
+        before = oracle.calls.hvps
+        product = oracle.hvp if self.matrix == "hessian" else oracle.ggn
+        precondition = self.inverse.preconditioner(state, oracle)
         x, residual, notes = pcg("Refined", product, u, self.steps, self.tol, start, precondition)
         notes["inverse"] = self.inverse.name
-        return x, SolveStats(residual, at.calls.hvps - before, residual <= self.tol, notes)
+        return x, SolveStats(residual, oracle.calls.hvps - before, residual <= self.tol, notes)
 
-    def operator(self, state: Any, at: Oracle) -> Callable[[Tensor], Tensor]:
+    def preconditioner(self, state: Any, oracle: Oracle) -> Callable[[Tensor], Tensor]:
         """What the inverse inside gives: a preconditioner needs no products of its own."""
-        return self.inverse.operator(state, at)
-
-    def damped(self, damping: float) -> AbstractInverse:
-        """The inverse inside, damped."""
-        return replace(self, inverse=self.inverse.damped(damping))
-
-    @property
-    def overhead(self) -> float | None:
-        """That of the inverse inside."""
-        return getattr(self.inverse, "overhead", None)
-
-    def with_periods(self, **seconds: float) -> AbstractInverse:
-        """The inverse inside with its periods chosen."""
-        inner: Any = self.inverse
-        return replace(self, inverse=inner.with_periods(**seconds))
+        return self.inverse.preconditioner(state, oracle)
 
     def memory(self, theta: Variable) -> int:
         """The inverse inside, x, r, z, p and Hp, and the best x and r."""

@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from nhgd.errors import counted, not_negative, positive
 from nhgd.inverse._krylov.richardson import richardson, safe_step
-from nhgd.inverse.base import POOR, AbstractInverse, SolveStats, vector_bytes
+from nhgd.inverse.base import POOR, Iterative, SolveStats, vector_bytes
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable
 
 
 @final
 @dataclass(frozen=True)
-class QuadraticSGD(AbstractInverse):
+class QuadraticSGD(Iterative):
     """SGD on 0.5 x.Hx - x.u, each step on the next of the point's inner batches.
 
         x <- x - beta (H_j x - u),      H_j the Hessian on batch j = 0, 1, ..., again from 0 when they are used up
@@ -57,15 +57,15 @@ class QuadraticSGD(AbstractInverse):
         if self.beta is not None:
             positive("QuadraticSGD", beta=self.beta)
 
-    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Take all steps from `start`, or from zero."""
-        before = at.calls.hvps
-        beta = safe_step(at, u, self.power_steps, self.damping) if self.beta is None else self.beta
-        walk = len(at.inner_batches)
+        before = oracle.calls.hvps
+        beta = safe_step(oracle, u, self.power_steps, self.damping) if self.beta is None else self.beta
+        walk = len(oracle.inner_batches)
         batches = cycle(range(walk))
 
         def residual_of(x: Tensor) -> Tensor:
-            return u - at.hvp_on(next(batches), x) - self.damping * x
+            return u - oracle.hvp_on(next(batches), x) - self.damping * x
 
         x = torch.zeros_like(u) if start is None else start.clone()
         first = r = residual_of(x)
@@ -86,7 +86,7 @@ class QuadraticSGD(AbstractInverse):
             residual = float(mean.norm()) / size
         notes = {"beta": beta, "last": last, "diverged": diverged}
         converged = not diverged and (residual is None or residual <= POOR)
-        return x, SolveStats(residual, at.calls.hvps - before, converged, notes)
+        return x, SolveStats(residual, oracle.calls.hvps - before, converged, notes)
 
     def memory(self, theta: Variable) -> int:
         """x, the residual, the first one, their mean, a product."""

@@ -8,9 +8,10 @@ from typing import Any
 
 from nhgd._memory import synchronise
 from nhgd._recording.recorder import Recorder
-from nhgd.inverse import AbstractInverse, Refined
+from nhgd.inverse._learned.periods import Periodic
 from nhgd.loop.loop import Loop
 from nhgd.objective import Objective
+from nhgd.record import InnerRecord
 
 
 def calibrate(loop: Loop) -> None:
@@ -18,25 +19,28 @@ def calibrate(loop: Loop) -> None:
 
     What was chosen is in the loop's inverse, and so in the run's stats: giving it back repeats the run.
     """
-    inverse: Any = loop.inverse
-    if inverse is None or getattr(inverse, "overhead", None) is None:
+    inverse = loop.inverse
+    learner = None if inverse is None else inverse.learner
+    if inverse is None or not isinstance(learner, Periodic) or learner.overhead is None:
         return
-    learner: Any = inverse.inverse if isinstance(inverse, Refined) else inverse
     problem = loop.problem
     batch = loop.objective(loop.inner.peek()).batch  # the run itself draws as if nobody had looked
-    recording = Recorder(problem, inverse.records, inverse.fisher, couples=inverse.couples)
+    recording = Recorder(problem, learner.records, learner.fisher, couples=learner.couples)
+
+    def recorded() -> InnerRecord:
+        record = recording.step(batch).record
+        assert record is not None
+        return record
+
     with problem.guarded(seed=0):
-        state = inverse.observe(inverse.init(problem.theta), recording.step(batch).record)
+        state = learner.observe(learner.init(problem.theta), recorded())
         inner = _median(lambda: Objective(problem, batch).step(), problem.theta.device)
-        both = _median(lambda: inverse.observe(state, recording.step(batch).record), problem.theta.device)
-        layers = state.inputs if hasattr(learner, "decomposed") else ()
-        invert = _median(lambda: [learner.decomposed(state, layer) for layer in layers], problem.theta.device)
+        both = _median(lambda: learner.observe(state, recorded()), problem.theta.device)
+        invert = _median(lambda: learner.decompose(state), problem.theta.device)
     # The first worker's clock decides for all. They divide the decompositions among them.
     inner, both, invert = (loop.division.agreed(seconds) for seconds in (inner, both, invert / loop.division.workers))
-    chosen: AbstractInverse = inverse.with_periods(
-        inner_seconds=inner, factor_seconds=max(both - inner, 1e-9), invert_seconds=invert
-    )
-    loop.use(loop.executor.agreed(chosen))
+    chosen = learner.with_periods(inner_seconds=inner, factor_seconds=max(both - inner, 1e-9), invert_seconds=invert)
+    loop.use(loop.executor.agreed(inverse.with_learner(chosen)))
 
 
 def _median(work: Callable[[], Any], device: Any, times: int = 5) -> float:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import InputError
+from nhgd.inverse._learned.damping import damped
 from nhgd.loop.loop import Loop
 from nhgd.objective import Objective
 
@@ -40,7 +41,8 @@ class LevenbergMarquardt:
         Dropout is that of the objective's seed, the same before and after.
         """
         theta = loop.problem.theta
-        if loop.inverse is None or loop.executor.name != "inline":
+        inverse = loop.inverse
+        if inverse is None or inverse.learner is None or loop.executor.name != "inline":
             raise InputError("inner='natural' needs the curvature of the step before it: use execution='inline'.")
         if objective is None:
             objective = loop.objective(loop.inner_batch(), loop.seed())
@@ -50,14 +52,15 @@ class LevenbergMarquardt:
         if self.damping == 0.0:
             # A first guess in the units of the curvature: a tenth of what it is along the gradient.
             at = loop.replay(objective)
-            first = loop.inverse.operator(state, at)(gradient)
+            first = inverse.preconditioner(state, at)(gradient)
             guess = 0.1 * float(gradient.norm()) / max(float(first.norm()), torch.finfo(first.dtype).tiny)
             self.damping = max(guess, self.floor)
         before, here = float(found.value), theta.flat()
         loop.shift_theta(torch.zeros_like(here))
         for _ in range(TRIES):
             at = loop.replay(objective)  # theta must not move while one is in use
-            direction = loop.inverse.damped(self.damping).operator(state, at)(gradient)
+            adapted = inverse.with_learner(damped(inverse.learner, self.damping))
+            direction = adapted.preconditioner(state, at)(gradient)
             theta.assign(here - self.lr * direction)
             loop.project_theta()
             after = objective.value()

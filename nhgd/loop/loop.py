@@ -111,8 +111,9 @@ class Loop:
         self._recording: Recorder | None = None
         if inverse is not None:
             self.executor.start(inverse, self.problem.theta, self.problem.v)
-            if inverse.records is not None:
-                self._recording = Recorder(self.problem, inverse.records, inverse.fisher, couples=inverse.couples)
+            learner = inverse.learner
+            if learner is not None:
+                self._recording = Recorder(self.problem, learner.records, learner.fisher, couples=learner.couples)
 
     def recorder_memory(self) -> dict[str, Any] | None:
         """What the recorder has found out about the model; None where nothing is recorded."""
@@ -184,7 +185,8 @@ class Loop:
 
     def gradient(self, objective: Objective, record: bool = True, always: bool = False) -> InnerStep:
         """The inner gradient on a batch, its record handed to the executor when the inverse wants it, or `always`."""
-        wanted = record and self.inverse is not None and (always or self.inverse.needs_record(self.clock.total))
+        learner = None if self.inverse is None else self.inverse.learner
+        wanted = record and learner is not None and (always or learner.needs_record(self.clock.total))
         tap = self._recording if wanted and self._recording is not None else NO_TAP
         found = objective.step(tap, self.calls)
         if found.record is not None:

@@ -128,7 +128,7 @@ def newton_cg(
             return norm
         forcing = min(0.1, (norm / first) ** 0.5)
         inverse = _preconditioned(teacher, lesson, forcing)
-        step, _ = inverse.solve(learn(inverse, teacher, [lesson]), gradient, at)
+        step, _ = inverse.apply(learn(inverse, teacher, [lesson]), gradient, at)
         if not _descend(problem, batch, at, gradient, step) and not _descend(problem, batch, at, gradient, gradient):
             break
     raise RunError(

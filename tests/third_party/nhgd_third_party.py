@@ -13,26 +13,21 @@ from torch import Tensor
 
 from nhgd.algorithm import AbstractAlgorithm, Loop, StepInfo
 from nhgd.hypergradients import implicit
-from nhgd.inverse import AbstractInverse, SolveStats
+from nhgd.inverse import Iterative, SolveStats
 from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
 from nhgd.task import AbstractTask, Instance
-from nhgd.variable import Variable
 
 
 @dataclass(frozen=True)
-class Halved(AbstractInverse):
+class Halved(Iterative):
     """The Hessian taken as twice the identity."""
 
     name: ClassVar[str] = "halved"
 
-    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Half of u."""
         return u / 2, SolveStats(residual=None, hvps=0, converged=True)
-
-    def memory(self, theta: Variable) -> int:
-        """Nothing is held."""
-        return 0
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import InputError
-from nhgd.inverse._learned.kronecker import AbstractKronecker, layer_shapes
+from nhgd.inverse._learned.kronecker import AbstractKronecker
+from nhgd.inverse._learned.layers import layer_shapes
 from nhgd.inverse._learned.state import State
-from nhgd.inverse.base import AbstractInverse
+from nhgd.inverse.base import Learned
 from nhgd.record import InnerRecord, LayerStatistics
 from nhgd.variable import Variable
 
@@ -29,7 +30,7 @@ class Division:
         parts: how many ranks there are.
     """
 
-    def __init__(self, inverse: AbstractInverse, theta: Variable, parts: int) -> None:
+    def __init__(self, inverse: Learned[Any], theta: Variable, parts: int) -> None:
         self.parts = parts
         self._places = theta.slices()
         self._sizes = dict(zip(theta.names, theta.sizes, strict=True))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nhgd.data_parallel import Team
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError, positive
-from nhgd.execution._remote import learner, standing_in
+from nhgd.execution._remote import asking
 from nhgd.execution.base import AbstractExecutor, Curvature, Report, Traffic
 from nhgd.execution.distributed.assignment import Division
 from nhgd.execution.distributed.channel import FOREVER, Lane, Message, as_text
@@ -26,9 +26,11 @@ from nhgd.execution.distributed.server import Serving
 from nhgd.execution.distributed.wire import Layout, from_message, shapes, size_of, to_bytes, to_message
 from nhgd.execution.inline import Inline
 from nhgd.inverse._learned.damping import resolve_damping
+from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.state import State
 from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.record import InnerRecord
+from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
 LAYOUTS = 64  # of records that both sides remember; others are sent again with each record
@@ -127,21 +129,23 @@ class Distributed(AbstractExecutor):
         if self._local is not None:
             self._local.start(inverse, theta, v)
             return
-        if inverse.records is None:
+        learner = inverse.learner
+        if learner is None:
             raise InputError(
                 f"{inverse.name} learns nothing from the inner steps, so a curvature rank would have nothing to do. Use"
                 " curvature_ranks=0 to share the inner loop alone, or an inverse that learns, such as kfac."
             )
         if self.serves:
             if self._serving is None:
-                self._serving = Serving(member.channel, member.roles, member.rank, inverse, theta, self.max_lag)
-            self._serving.inverse = learner(inverse)
+                self._serving = Serving(member.channel, member.roles, member.rank, learner, theta, self.max_lag)
+            self._serving.inverse = learner
             return
         if not self._lanes:
             self._lanes = [member.channel.listen(keeper, Tag.REPLIES) for keeper in member.roles.keepers]
             self._replies = [deque() for _ in self._lanes]
             self._credits = [0] * len(self._lanes)
-        self._division = Division(learner(inverse), theta, member.roles.curvature)
+        self._learner = learner
+        self._division = Division(learner, theta, member.roles.curvature)
         self._tell(Word.START)
 
     # The inner rank.
@@ -288,19 +292,20 @@ class Distributed(AbstractExecutor):
     @property
     def solving(self) -> AbstractInverse:
         """A stand-in for the inverse that asks the curvature ranks."""
-        return self._inverse if self._local is not None else standing_in(self._inverse, self._ask)
+        return self._inverse if self._local is not None else asking(self._inverse, self._ask)
 
-    def _ask(self, marked: Any, u: Tensor, ridge: Tensor) -> tuple[Tensor, SolveStats]:
+    def _ask(self, marked: Any, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         text: dict[str, Any] = {"marked": marked, "damping": None}
-        own: Any = learner(self._inverse)
-        if self._division.parts > 1 and own.damping is None and not bool((ridge > 0).all()):
+        learner = self._learner
+        divided = self._division.parts > 1 and isinstance(learner, AbstractKronecker) and learner.damping is None
+        if divided and not ridge.positive:
             # The default damping is a share of the mean diagonal of the whole model, of which each rank knows a part.
             parts = self._request(Word.DIAGONAL, {"marked": marked}, overtake=marked)
             text["damping"] = resolve_damping(None, ridge, sum(message.text["mean"] for message in parts))
         found = self._request(
             Word.SOLVE,
             text,
-            lambda part: [self._division.gather(u.detach(), part).cpu(), ridge.detach().cpu()],
+            lambda part: [self._division.gather(u.detach(), part).cpu(), ridge.tensor(u.dtype).cpu()],
             overtake=marked,
         )
         self.traffic.bytes_sent += sum(message.size for message in found)
@@ -316,8 +321,8 @@ class Distributed(AbstractExecutor):
         if self._local is not None:
             return self._local.keep()
         if not self.leads:
-            return self._inverse.init(self._theta)
-        fresh, device = self._inverse.init(self._theta), self._theta.device
+            return self._learner.init(self._theta)
+        fresh, device = self._learner.init(self._theta), self._theta.device
         found = [from_message(message.text, message.tensors, fresh, device) for message in self._request(Word.KEEP)]
         return self._division.whole(found)
 
@@ -398,11 +403,11 @@ class Distributed(AbstractExecutor):
         """The inverse with the settings that the first process has chosen for it."""
         if self._member is None:
             return inverse
-        own = learner(inverse)
+        own = inverse.learner
+        assert own is not None
         plain = {f.name: getattr(own, f.name) for f in fields(own)}
         chosen = self._member.agree({k: x for k, x in plain.items() if x is None or isinstance(x, (bool, int, float))})
-        changed = replace(own, **chosen)
-        return changed if own is inverse else replace(inverse, **{"inverse": changed})
+        return inverse.with_learner(replace(own, **chosen))
 
     def measured(self) -> Traffic:
         """What was done so far; bytes are records, u, the ridge and x of all inner ranks, and what this one sent to its team."""

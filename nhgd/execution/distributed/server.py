@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import NhgdError
-from nhgd.execution._remote import learner, ridge_point
 from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.distributed.assignment import Division
 from nhgd.execution.distributed.channel import Channel, Lane, Message
 from nhgd.execution.distributed.protocol import Tag, Word, told
 from nhgd.execution.distributed.roles import Roles
 from nhgd.execution.distributed.wire import Layout, from_bytes, from_message, joined, to_message
+from nhgd.inverse._learned.damping import damped
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.state import State
-from nhgd.inverse.base import AbstractInverse
+from nhgd.inverse.base import Learned
 from nhgd.record import InnerRecord
+from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
 # Requests that every inner rank waits for; the others are of the first alone.
@@ -31,16 +32,16 @@ class Serving:
 
     Args:
         channel, roles, rank: the others.
-        inverse: what is kept; of a refined one, what it refines.
+        inverse: what is kept.
         theta: the parameters.
         max_lag: how many records an inner rank may be ahead.
     """
 
     def __init__(
-        self, channel: Channel, roles: Roles, rank: int, inverse: AbstractInverse, theta: Variable, max_lag: int
+        self, channel: Channel, roles: Roles, rank: int, inverse: Learned[Any], theta: Variable, max_lag: int
     ) -> None:
         self._channel, self._roles, self._part = channel, roles, rank - roles.workers
-        self.inverse, self._theta, self._device = learner(inverse), theta, theta.device
+        self.inverse, self._theta, self._device = inverse, theta, theta.device
         self._division = Division(self.inverse, theta, roles.curvature)
         self._lanes = [channel.listen(inner, Tag.RECORDS, self._device) for inner in roles.inner]
         self._requests: deque[Message] = channel.inbox[channel.listen(0, Tag.REQUESTS)]
@@ -170,21 +171,21 @@ class Serving:
         return {}, []
 
     def _solved(self, request: Message) -> tuple[dict[str, Any], list[Tensor]]:
-        own, ridge = request.tensors[0].to(self._device), request.tensors[1].cpu()
+        own, sent = request.tensors[0].to(self._device), request.tensors[1].cpu()
         u = self._division.spread(own, self._part, torch.zeros(self._theta.numel, dtype=own.dtype, device=own.device))
         marked, damping = request.text["marked"], request.text["damping"]
         state = self._marked if marked else self._state
-        inverse = self.inverse if damping is None else self.inverse.damped(damping)
-        at = ridge_point(u, ridge)
-        key = self._messages, marked, ridge.numpy().tobytes()
+        inverse = self.inverse if damping is None else damped(self.inverse, damping)
+        ridge = Ridge.of(sent).to(u.device)
+        key = self._messages, marked, sent.numpy().tobytes()
         notes: dict[str, Any] = {}
         if self._operator is not None and self._operator[0] == key:
             # A second right-hand side at the same point: factorise once for this one and those after it.
             if self._operator[1] is None:
-                self._operator = key, inverse.operator(state, at)
+                self._operator = key, inverse.operator(state, ridge)
             x = self._operator[1](u)
         else:
-            x, stats = inverse.solve(state, u, at)
+            x, stats = inverse.solve(state, u, ridge)
             notes = {"residual": stats.residual, "hvps": stats.hvps, "converged": stats.converged, "notes": stats.notes}
             self._operator = key, None
         return notes, [self._division.gather(x, self._part)]

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from nhgd.errors import InputError
+from nhgd.inverse.base import Learned
+from nhgd.ridge import Ridge
 
+L = TypeVar("L", bound=Learned[Any])
 SHARE = 1e-3  # of the mean diagonal of F, where there is no ridge
 
 
-def resolve_damping(damping: float | None, ridge: Tensor | float, mean_diagonal: float | Callable[[], float]) -> float:
+def resolve_damping(damping: float | None, ridge: Ridge, mean_diagonal: float | Callable[[], float]) -> float:
     """The damping that is used: the one given or, for None, none under a positive ridge and a little without one.
 
     Args:
         damping: what the user asked for.
-        ridge: 2 * l2 for every coordinate, (D,), or one number for all.
+        ridge: that of the point.
         mean_diagonal: of F, without the ridge; or how it is found, where that is work.
 
-    >>> import torch
-    >>> resolve_damping(None, torch.full((3,), 0.1), mean_diagonal=2.0)
+    >>> resolve_damping(None, Ridge(0.1), mean_diagonal=2.0)
     0.0
-    >>> resolve_damping(None, torch.zeros(3), mean_diagonal=2.0)
+    >>> resolve_damping(None, Ridge(0.0), mean_diagonal=2.0)
     0.002
     """
     if damping is not None:
         return damping
-    if ridge > 0 if isinstance(ridge, float) else bool((ridge > 0).all()):
+    if ridge.positive:
         return 0.0
     return SHARE * (mean_diagonal() if callable(mean_diagonal) else mean_diagonal)
 
@@ -43,3 +47,10 @@ def refuse_singular(owner: str, shift: Tensor, observed: bool) -> None:
         f"{owner} cannot solve: {why}, so the matrix may be singular. Give the problem an l2 above 0, or pass damping="
         " a positive number."
     )
+
+
+def damped(learner: L, damping: float) -> L:
+    """The same inverse with this damping in place of its own."""
+    if "damping" not in {f.name for f in fields(learner)}:
+        raise InputError(f"{learner.name} has no damping to adapt, so it cannot precondition inner steps. Use kfac.")
+    return replace(learner, **{"damping": damping})

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields, replace
-from math import ceil, sqrt
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from nhgd._recording.accounting import held
-from nhgd.data_parallel import Team
-from nhgd.errors import InputError, NonFiniteError, not_negative, positive
+from nhgd.errors import InputError, not_negative, positive
 from nhgd.inverse._learned.damping import resolve_damping
-from nhgd.inverse._learned.state import State
-from nhgd.inverse._learned.statistics import check_invertible, check_statistics, merge, step_of_mean
-from nhgd.inverse.base import AbstractInverse, Graphable, SolveStats
-from nhgd.oracle import Oracle
+from nhgd.inverse._learned.eigenbasis import Solver, block_solver, decompositions
+from nhgd.inverse._learned.graph import Graphable
+from nhgd.inverse._learned.kronecker_state import KroneckerState
+from nhgd.inverse._learned.layers import layer_shapes
+from nhgd.inverse._learned.periods import Periodic, check_overhead, two_periods
+from nhgd.inverse._learned.statistics import check_statistics, merge, step_of_mean
+from nhgd.inverse.base import SolveStats
 from nhgd.record import (
     FisherKind,
     InnerRecord,
@@ -28,27 +28,11 @@ from nhgd.record import (
     mean_over_team,
     observed_samples,
 )
+from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
-K = TypeVar("K", bound="AbstractKronecker")
-Solver: TypeAlias = Callable[[Tensor], Tensor]
-
-
-class Basis(NamedTuple):
-    """Eigenvectors, in columns, and eigenvalues of the two factors of one layer, for each of its G groups."""
-
-    input_vectors: Tensor  # (G, in, in)
-    input_values: Tensor  # (G, in)
-    score_vectors: Tensor  # (G, out, out)
-    score_values: Tensor  # (G, out)
-
-    def rotate(self, matrix: Tensor) -> Tensor:
-        """A gradient of the layer, (G, out, in), in the eigenbasis."""
-        return self.score_vectors.mT @ matrix @ self.input_vectors
-
-    def back(self, matrix: Tensor) -> Tensor:
-        """The way back from the eigenbasis."""
-        return self.score_vectors @ matrix @ self.input_vectors.mT
+K = TypeVar("K", bound="AbstractKronecker[Any]")
+T = TypeVar("T", bound=KroneckerState)
 
 
 class BatchStatistics(NamedTuple):
@@ -58,65 +42,11 @@ class BatchStatistics(NamedTuple):
     blocks: dict[str, Tensor]
 
 
-@dataclass
-class KroneckerState(State):
-    """Running means over what was observed. A layer goes by the name of its weight.
-
-    Attributes:
-        starts, sizes: where each leaf of theta lies in the flat vector.
-        mass: the total weight of the batches in the running means.
-        observed: how many records were taken.
-        inputs: A, (G, in, in): the mean over samples and places of w_i a a^T.
-        scores: (G, out, out): the mean over samples of w_i g g^T, summed over places. G is this over `weights`.
-        weights: the mean of w_i, 0-dimensional.
-        biases: where the bias of a layer starts in the flat vector; a layer without bias has no entry.
-        blocks: the Fisher matrix of each parameter outside the layers, (n, n), or its diagonal, (n,).
-        bases: eigendecompositions, by layer and by field of `Basis`.
-    """
-
-    starts: dict[str, int] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-    mass: float = 0.0
-    observed: int = 0
-    inputs: dict[str, Tensor] = field(default_factory=dict)
-    scores: dict[str, Tensor] = field(default_factory=dict)
-    weights: dict[str, Tensor] = field(default_factory=dict)
-    biases: dict[str, int] = field(default_factory=dict)
-    blocks: dict[str, Tensor] = field(default_factory=dict)
-    bases: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-
-    def factors(self, layer: str) -> tuple[Tensor, Tensor]:
-        """A, (G, in, in), and G, (G, out, out), which is 0 where all weights were 0."""
-        weight = self.weights[layer]
-        return self.inputs[layer], self.scores[layer] * torch.where(weight > 0, 1 / weight, 0.0)
-
-    def gather(self, layer: str, vector: Tensor) -> Tensor:
-        """The part of a flat vector (D,) that belongs to a layer, (G, out, in), the bias in its last column."""
-        groups, out = self.scores[layer].shape[:2]
-        bias = self.biases.get(layer)
-        found = vector[self.place(layer)].reshape(groups, out, -1)
-        if bias is None:
-            return found
-        return torch.cat([found, vector[bias : bias + groups * out].reshape(groups, out, 1)], dim=2)
-
-    def place(self, name: str) -> slice:
-        """Where a leaf lies in the flat vector."""
-        return slice(self.starts[name], self.starts[name] + self.sizes[name])
-
-    def scatter(self, layer: str, matrix: Tensor, vector: Tensor) -> None:
-        """Write what `gather` gave back into a flat vector (D,)."""
-        groups, out = self.scores[layer].shape[:2]
-        bias = self.biases.get(layer)
-        if bias is not None:
-            vector[bias : bias + groups * out] = matrix[..., -1].reshape(-1)
-            matrix = matrix[..., :-1]
-        vector[self.place(layer)] = matrix.reshape(-1)
-
-
 @dataclass(frozen=True)
-class AbstractKronecker(AbstractInverse):
+class AbstractKronecker(Periodic[T]):
     """An inverse of the Fisher matrix, layer by layer, in or near the eigenbasis of two Kronecker factors."""
 
+    moments: ClassVar[int]  # vectors as long as theta in the state, twice while a batch is folded in
     damping: float | None = None
     beta: float | None = 0.95
     fisher: FisherKind = "empirical"
@@ -145,7 +75,7 @@ class AbstractKronecker(AbstractInverse):
                 )
 
     @property
-    def records(self) -> RecordKind | None:
+    def records(self) -> RecordKind:
         """Inputs and scores of the layers."""
         return "layer"
 
@@ -159,40 +89,21 @@ class AbstractKronecker(AbstractInverse):
         """Each layer and each parameter outside has a block of its own."""
         return False
 
-    def needs_record(self, step: int) -> bool:
-        """Every `factor_every`-th step."""
-        return step % self.factor_every == 0
-
     def with_periods(self: K, inner_seconds: float, factor_seconds: float, invert_seconds: float) -> K:
-        """A copy whose periods keep within `overhead`, which is then None, so that the copy can be given again.
+        """A copy whose periods keep within `overhead`; see `two_periods`.
 
-        factor_seconds / factor_every + invert_seconds / invert_every <= overhead * inner_seconds
-
-        Of all such pairs the one with the least factor_every + invert_every is taken, up to rounding. `invert_every`
-        counts observations, of which there is one in `factor_every` steps, so the true overhead is at most this.
-
-        Args:
-            inner_seconds: what an inner step takes without a record.
-            factor_seconds: what a record and its `observe` add to it, eigendecompositions left out.
-            invert_seconds: what the eigendecompositions of all layers take.
+        `invert_every` counts observations, of which there is one in `factor_every` steps, so the true overhead is at most this.
         """
         owner = type(self).__name__
-        if self.overhead is None:
-            raise InputError(f"{owner}: with_periods needs overhead, the share of an inner step that may be spent.")
-        positive(owner, inner_seconds=inner_seconds)
-        not_negative(owner, factor_seconds=factor_seconds, invert_seconds=invert_seconds)
-        allowed = self.overhead * inner_seconds
-        both = sqrt(factor_seconds * invert_seconds)
-        factor_every = max(1, ceil((factor_seconds + both) / allowed))
-        while factor_seconds / factor_every >= allowed and factor_seconds > 0 and invert_seconds > 0:
-            factor_every += 1  # rounding left nothing for the decompositions
-        left = allowed - factor_seconds / factor_every
-        invert_every = max(1, ceil(invert_seconds / left)) if invert_seconds > 0 else 1
-        while invert_seconds > 0 and factor_seconds / factor_every + invert_seconds / invert_every > allowed:
-            invert_every += 1
+        allowed = check_overhead(owner, self.overhead, inner_seconds, factor_seconds, invert_seconds)
+        factor_every, invert_every = two_periods(allowed, factor_seconds, invert_seconds)
         return replace(self, factor_every=factor_every, invert_every=invert_every, overhead=None)
 
-    def init(self, theta: Variable) -> KroneckerState:
+    def decompose(self, state: T) -> None:
+        """The eigendecompositions of all layers."""
+        decompositions(state, state.inputs, None)
+
+    def init(self, theta: Variable) -> T:
         """Nothing observed."""
         places = theta.slices()
         return self._empty(
@@ -201,10 +112,11 @@ class AbstractKronecker(AbstractInverse):
         )
 
     @abstractmethod
-    def _empty(self, starts: dict[str, int], sizes: dict[str, int]) -> KroneckerState: ...
+    def _empty(self, starts: dict[str, int], sizes: dict[str, int]) -> T:
+        """The state before any inner step."""
 
     @torch.no_grad()
-    def observe(self, state: Any, record: InnerRecord, ready: BatchStatistics | None = None) -> Any:
+    def observe(self, state: T, record: InnerRecord, ready: BatchStatistics | None = None) -> T:
         """Fold the batch, or its statistics where they are ready, into the running means; the given state stays as it was."""
         assert isinstance(record, LayerStatistics)
         if not record.layers and not state.inputs:
@@ -230,7 +142,7 @@ class AbstractKronecker(AbstractInverse):
         new.blocks = merge(blocks, others, rate)
         return self._refreshed(state, new, record, rate)
 
-    def graphable(self, state: Any, record: InnerRecord) -> Graphable | None:
+    def graphable(self, state: T, record: InnerRecord) -> Graphable | None:
         """The statistics of a batch, where no team has to sum them."""
         if not isinstance(record, LayerStatistics) or record.team is not None or not record.layers:
             return None
@@ -258,7 +170,7 @@ class AbstractKronecker(AbstractInverse):
         )
 
     @abstractmethod
-    def _refreshed(self, before: Any, state: Any, record: LayerStatistics, rate: float) -> Any:
+    def _refreshed(self, before: T, state: T, record: LayerStatistics, rate: float) -> T:
         """The state, whose factors hold the batch already, with all else brought up to date where due."""
 
     def _due(self, state: KroneckerState) -> bool:
@@ -293,57 +205,32 @@ class AbstractKronecker(AbstractInverse):
             found[name] = (rows.T @ rows if dense else rows.square().sum(0)) / record.samples
         return found
 
-    @torch.no_grad()
-    def decomposed(self, state: KroneckerState, layer: str) -> Basis:
-        """The eigendecompositions of a layer's current factors."""
-        (a, q_a), (g, q_g) = (eigenvalues(layer, factor) for factor in state.factors(layer))
-        return Basis(q_a, a.clamp_min(0), q_g, g.clamp_min(0))  # below zero is rounding
-
-    def decompositions(self, state: KroneckerState, layers: Iterable[str], team: Team | None) -> dict[str, Basis]:
-        """`decomposed` for several layers. The workers of a team divide the factors among them, by the cube of their size."""
-        names = list(layers)
-        if team is None:
-            return {layer: self.decomposed(state, layer) for layer in names}
-        named = [(layer, factor) for layer in names for factor in state.factors(layer)]
-        for layer, factor in named:
-            check_finite(layer, factor)  # here, where all workers see it
-
-        def packed(i: int) -> Tensor:
-            values, vectors = eigenvalues(*named[i])
-            return torch.cat([values.clamp_min(0)[:, None], vectors], dim=1)  # (G, 1 + n, n)
-
-        likes = [factor.new_empty(len(factor), 1 + factor.shape[1], factor.shape[2]) for _, factor in named]
-        owners = team.divide([len(factor) * float(factor.shape[1]) ** 3 for _, factor in named])
-        found = [(t[:, 1:].contiguous(), t[:, 0].contiguous()) for t in team.exchange(likes, owners, packed)]
-        return {name: Basis(*found[2 * i], *found[2 * i + 1]) for i, name in enumerate(names)}
-
-    def solve(self, state: Any, u: Tensor, at: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+    def solve(self, state: T, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         """Layer by layer, then the parameters outside."""
-        apply, notes = self._prepared(state, at)
+        apply, notes = self._prepared(state, ridge)
         return apply(u), SolveStats(None, 0, True, notes)
 
-    def operator(self, state: Any, at: Oracle) -> Callable[[Tensor], Tensor]:
+    def operator(self, state: T, ridge: Ridge) -> Callable[[Tensor], Tensor]:
         """u -> x, with the eigendecompositions made once."""
-        return self._prepared(state, at)[0]
+        return self._prepared(state, ridge)[0]
 
     @torch.no_grad()
-    def _prepared(self, state: Any, at: Oracle) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+    def _prepared(self, state: T, ridge: Ridge) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
         """All of a solve that does not need its right-hand side, and the notes on it."""
         if state.observed == 0:
             raise InputError(
                 f"{type(self).__name__} has observed no inner step yet, so there is nothing to invert. Run an inner step"
                 " first, or give inner_data."
             )
-        number = at.problem.ridge_number()  # then nothing is asked of a device, which may be busy for long
-        ridge = at.problem.ridge_diagonal() if number is None else number
-        low, high = (ridge, ridge) if isinstance(ridge, float) else (float(r) for r in ridge.aminmax())
+        shift = ridge.value
+        low, high = (shift, shift) if isinstance(shift, float) else (float(r) for r in shift.aminmax())
         damping = resolve_damping(self.damping, ridge, lambda: self.mean_diagonal(state))
         notes: dict[str, Any] = {"damping": damping}
         layers: dict[str, Solver] = {}
         for layer in state.inputs:
             mean = low
-            if isinstance(ridge, Tensor) and low != high:
-                own = state.gather(layer, ridge)
+            if isinstance(shift, Tensor) and low != high:
+                own = state.gather(layer, shift)
                 mean = float(own.mean())
                 if bool((own != own.flatten()[0]).any()):
                     notes["ridge"] = "averaged over layers"
@@ -351,11 +238,11 @@ class AbstractKronecker(AbstractInverse):
         blocks: dict[str, Solver] = {}
         for name, block in state.blocks.items():
             notes.setdefault("others", {})[name] = "dense" if block.ndim == 2 else "diagonal"
-            if isinstance(ridge, float):
-                extra = block.new_full((len(block),), ridge) + damping
+            if isinstance(shift, float):
+                extra = block.new_full((len(block),), shift) + damping
             else:
-                extra = ridge[state.place(name)].to(block.dtype) + damping
-            blocks[name] = _block_solver(type(self).__name__, name, block, extra)
+                extra = shift[state.place(name)].to(block.dtype) + damping
+            blocks[name] = block_solver(type(self).__name__, name, block, extra)
 
         @torch.no_grad()
         def apply(u: Tensor) -> Tensor:
@@ -370,37 +257,30 @@ class AbstractKronecker(AbstractInverse):
 
         return apply, notes
 
-    def mean_diagonal(self, state: KroneckerState) -> float:
+    def mean_diagonal(self, state: T) -> float:
         """The mean diagonal entry of F over the whole model."""
         layers = sum(float(self._trace(state, layer)) for layer in state.inputs)
         blocks = sum(float(b.trace() if b.ndim == 2 else b.sum()) for b in state.blocks.values())
         return (layers + blocks) / sum(state.sizes.values())
 
     @abstractmethod
-    def _trace(self, state: Any, layer: str) -> Tensor:
+    def _trace(self, state: T, layer: str) -> Tensor:
         """The trace of a layer's block of the Fisher matrix."""
 
     @abstractmethod
-    def _spectrum(self, state: Any, layer: str) -> tuple[Basis, Tensor]:
-        """The eigenbasis of a layer's block, and its eigenvalues, (G, out, in)."""
-
-    def _layer_solver(self, state: Any, layer: str, extra: float) -> Solver:
+    def _layer_solver(self, state: T, layer: str, extra: float) -> Solver:
         """b -> (F_layer + extra I)^{-1} b for matrices b, (G, out, in)."""
-        basis, values = self._spectrum(state, layer)
-        values = values + extra
-        if not extra > 0:
-            check_invertible(type(self).__name__, layer, values)
-        return lambda b: basis.back(basis.rotate(b) / values)
 
     def memory(self, theta: Variable) -> int:
-        """Factors, twice while a batch is folded in, eigenvectors and what finding them takes, blocks, three vectors."""
+        """Factors, twice while a batch is folded in, eigenvectors and what finding them takes, blocks, moments, three vectors."""
         size = (self.dtype or torch.promote_types(theta.dtype, torch.float32)).itemsize
         layers = layer_shapes(theta)
         covered = {name for names in layers for name in names}
         factors = [groups * (columns**2 + out**2) for groups, out, columns in layers.values()]
         others = [n for name, n in zip(theta.names, theta.sizes, strict=True) if name not in covered]
         blocks = sum(n**2 if n <= self.dense_limit else n for n in others)
-        return size * (3 * sum(factors) + max(factors, default=0) + 3 * blocks + 3 * theta.numel)
+        vectors = (3 + 2 * self.moments) * theta.numel
+        return size * (3 * sum(factors) + max(factors, default=0) + 3 * blocks + vectors)
 
     def warnings_for(self, theta: Variable) -> list[str]:
         """Which parameters are outside the layers, and what they get."""
@@ -416,58 +296,3 @@ class AbstractKronecker(AbstractInverse):
             "a diagonal": [n for n, size in others.items() if size > self.dense_limit],
         }
         return [f"{kind} for {', '.join(names)}" for kind, names in kinds.items() if names]
-
-
-def _block_solver(owner: str, name: str, block: Tensor, extra: Tensor) -> Solver:
-    """b -> (F + diag(extra))^{-1} b for a parameter outside the layers, F dense, (n, n), or diagonal, (n,)."""
-    lowest = extra.min()
-    if block.ndim == 1:
-        entries = block + extra
-        if not lowest > 0:
-            check_invertible(owner, name, entries)
-        return lambda b: b / entries
-    values, vectors = eigenvalues(name, block + torch.diag(extra))
-    if not lowest > 0:
-        check_invertible(owner, name, values)
-    values = values.clamp_min(lowest)  # below it is rounding
-    return lambda b: vectors @ ((vectors.T @ b) / values)
-
-
-def check_finite(name: str, matrix: Tensor) -> None:
-    """Refuse to decompose what holds nan or inf."""
-    if not bool(torch.isfinite(matrix).all()):
-        raise NonFiniteError(f"The statistics of {name!r} hold nan or inf, so an inner step did. Lower its step size.")
-
-
-def eigenvalues(name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of symmetric statistics."""
-    check_finite(name, matrix)
-    try:
-        values, vectors = torch.linalg.eigh(matrix)
-    except RuntimeError:
-        # A GPU's solver can fail on many equal eigenvalues, such as those of pixels that are always the same.
-        values, vectors = (t.to(matrix) for t in torch.linalg.eigh(matrix.double().cpu()))
-    return values, vectors.contiguous()  # column by column as LAPACK leaves them, they could not be saved
-
-
-def layer_shapes(theta: Variable) -> dict[tuple[str, ...], tuple[int, int, int]]:
-    """(groups, out, in), the column of a bias included, of each layer by the names of its weight and bias.
-
-    Without a module, every tensor of two or more dimensions is taken for the weight of a layer without bias.
-    """
-    if theta.root is None:
-        return {
-            (name,): (1, leaf.shape[0], leaf.numel() // max(1, leaf.shape[0]))
-            for name, leaf in zip(theta.names, theta.leaves, strict=True)
-            if leaf.ndim in (2, 4)
-        }
-    names = {id(leaf): name for name, leaf in zip(theta.names, theta.leaves, strict=True)}
-    found: dict[tuple[str, ...], tuple[int, int, int]] = {}
-    for module in theta.root.modules():
-        weight = held(module, "weight") if isinstance(module, (nn.Linear, nn.Conv2d)) else None
-        if weight is not None and id(weight) in names:
-            pair = tuple(names[id(t)] for t in (weight, held(module, "bias")) if id(t) in names)
-            groups = module.groups if isinstance(module, nn.Conv2d) else 1
-            out, columns = weight.shape[0], weight[0].numel()
-            found[pair] = (groups, out // groups, columns + len(pair) - 1)
-    return found

@@ -20,14 +20,15 @@ def learn(
     seed: int = 0,
     calls: OracleCalls | None = None,
 ) -> Any:
-    """The state of `inverse` after it has observed one inner gradient for each batch. theta does not move."""
-    state = inverse.init(problem.theta)
-    if inverse.records is None:
-        return state
-    recorder = Recorder(problem, inverse.records, inverse.fisher, calls, inverse.couples)
+    """The state of `inverse` after it has observed one inner gradient for each batch, None where nothing in it learns. theta does not move."""
+    learner = inverse.learner
+    if learner is None:
+        return None
+    state = learner.init(problem.theta)
+    recorder = Recorder(problem, learner.records, learner.fisher, calls, learner.couples)
     with set_aside(), problem.guarded(seed):
         for batch in batches:
             record = recorder.step(batch).record
             assert record is not None
-            state = inverse.observe(state, record)
+            state = learner.observe(state, record)
     return state
