@@ -34,7 +34,6 @@ import torch
 from benchmarks.environment import environment
 from nhgd.checkpoint import SavedCheckpoint, exists
 from nhgd.checkpoint.files import newest
-from nhgd.execution.distributed.heartbeat import START
 
 CLEANING = ("run", "cleaning", "--preset", "quick", "--method", "nhgd", "--device", "cpu")
 QUADRATIC = (
@@ -211,13 +210,13 @@ def distributed(settings: Sequence[str]) -> list[str]:
     return ["--execution", "distributed", *(part for setting in settings for part in ("--set", setting))]
 
 
-def limit(timeout: float, phase: str) -> float:
+def limit(timeout: float, kind: str, phase: str) -> float:
     """Seconds in which a harmed run must have ended.
 
-    At its start and its end START are allowed for signs of life, and who waits may itself have to start first. Then there
-    is saying so and ending everybody, on a machine that does other things too.
+    A dead process is seen at once, and a silent one after the timeout. Then the others are given seconds to say why they fail,
+    and to end. A wire that is cut before the processes have met is noticed when they do not meet in time.
     """
-    return timeout + 20 if phase in ("running", "writing") else max(timeout, START) + 20
+    return timeout + 15 if kind != "cut" or phase in ("running", "writing") else timeout + 45
 
 
 def harmed(
@@ -244,7 +243,7 @@ def harmed(
         except ProcessLookupError:
             was_there = False  # it had ended
         after = round(time.monotonic() - began, 2)
-        found = trial.end(limit(timeout, phase))
+        found = trial.end(limit(timeout, kind, phase))
         for pid in trial.known:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)  # nobody, unless the trial has failed
@@ -314,7 +313,7 @@ def cut_off(moment: Moment, timeout: float, resume: Sequence[str] = ()) -> dict[
         after, cut = round(time.monotonic() - began, 2), time.monotonic()
         ends = []
         for process in started:
-            left = max(1.0, limit(timeout, phase) - (time.monotonic() - cut))
+            left = max(1.0, limit(timeout, "cut", phase) - (time.monotonic() - cut))
             ends.append(ended(process, left, Path(folder), moment.steps))
         return {
             "kind": "cut",

@@ -32,7 +32,7 @@ from nhgd.checkpoint import CheckpointWriter, Progress, SavedCheckpoint, last_ke
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError, check_seed
 from nhgd.execution import AbstractExecutor
-from nhgd.execution.base import Report
+from nhgd.execution.group import Report
 from nhgd.loop.settings import OptimizerFactory, Projection
 from nhgd.problem import Bilevel
 from nhgd.schedule import Rate
@@ -163,8 +163,8 @@ class Solver:
         """Claim the folder, look at the first batches, choose the threads and bring the method to its start."""
         problem = self.problem
         if self._writer is not None:
-            self.executor.join(problem.theta)
-            if self.executor.leads:
+            self.executor.group.join(problem.theta)
+            if self.executor.group.leads:
                 self._writer.claim()
         self.loop = Loop(problem, inner_data, outer_data, settings, self.executor, self.algorithm.online)
         # The first batches are looked at before anything moves, then drawn again by the run itself.
@@ -221,7 +221,7 @@ class Solver:
         """Write a checkpoint now, between two outer steps."""
         if self._writer is None:
             raise InputError("This solver has no place for checkpoints. Give it one: Solver(..., checkpoint='runs/a').")
-        if not self.executor.leads:
+        if not self.executor.group.leads:
             return  # one process writes for all
         try:
             self._writer.write(self._progress(), self.history)
@@ -241,13 +241,13 @@ class Solver:
         """The same error, or the loss of a process behind it, naming the last good checkpoint."""
         error = self.executor.root_cause(error)
         if self._writer is not None and not error.checkpoint:
-            known = self._writer.last() if self.executor.leads else last_kept(self._writer.path)
+            known = self._writer.last() if self.executor.group.leads else last_kept(self._writer.path)
             error.checkpoint = known.strip()
         return error
 
     def step(self) -> Row:
         """One outer step; its row of the history."""
-        if self.executor.serves:
+        if self.executor.group.serves:
             raise InputError(
                 "This process keeps curvature for others and takes no steps. Call run(), or iterate over the solver, which both"
                 " end here when they end there."
@@ -268,7 +268,7 @@ class Solver:
 
         What is given is to be called between two steps, where Ctrl-C may come.
         """
-        writer = self._writer if self.executor.leads else None
+        writer = self._writer if self.executor.group.leads else None
         with ExitStack() as stack:
             if writer is not None:
                 stack.enter_context(writer.at_work())
@@ -361,7 +361,7 @@ class Solver:
 
         In a process that keeps curvature for others there is nothing to see: it ends, empty, when the others have left theirs.
         """
-        if self.executor.serves:
+        if self.executor.group.serves:
             self._serve()
             return
         try:
@@ -396,7 +396,7 @@ class Solver:
         rules += [] if budget is None else [Budget(seconds(budget))]
         rules += [] if plateau is None else [Plateau(plateau)]
         rules += stop
-        if self.executor.serves:
+        if self.executor.group.serves:
             return self._serve()
         interrupted = self._interrupted
         if interrupted is not None:
@@ -435,7 +435,7 @@ class Solver:
         solution = self.solution(result)
         remark = course.remark(held_by(self.loop.settings.project_v, self.problem.v.leaves))
         solution.stats["stagnation"] = remark
-        if remark is not None and self.executor.leads:
+        if remark is not None and self.executor.group.leads:
             warnings.warn(remark, StagnationWarning, stacklevel=3)
         return solution
 
@@ -457,7 +457,7 @@ class Solver:
             yield
         except BaseException as error:
             self._leave_folder()
-            self.executor.fail(error)
+            self.executor.group.fail(error)
             raise
 
     def _leave_folder(self) -> None:
@@ -479,7 +479,7 @@ class Solver:
 
         with self._telling_peers():
             try:
-                self.executor.finish(report)
+                self.executor.group.finish(report)
             except NhgdError as error:
                 raise self._with_last(error) from error
         self._unfinished = False
@@ -489,7 +489,7 @@ class Solver:
         with self._telling_peers():
             try:
                 with self.loop.computing():
-                    told, (theta, v, *buffers) = self.executor.serve()
+                    told, (theta, v, *buffers) = self.executor.group.serve()
             except NhgdError as error:
                 raise self._with_last(error) from error
         problem = self.problem
@@ -511,7 +511,7 @@ class Solver:
     def close(self) -> None:
         """Let go of what the executor holds, and of the folder of the checkpoints."""
         self._leave_folder()
-        if self._unfinished and not self.executor.serves:
+        if self._unfinished and not self.executor.group.serves:
             self._finish(self.solution())
         self.executor.close()
 

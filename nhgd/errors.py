@@ -59,12 +59,16 @@ class PeerError(RunError):
     Attributes:
         rank: of that process; None where it is not known which of them it was.
         role: "inner" or "curvature".
+        silent: the seconds for which it did not answer; None where its connection was closed.
     """
 
-    def __init__(self, sentence: str, rank: int | None = None, role: str | None = None) -> None:
+    def __init__(
+        self, sentence: str, rank: int | None = None, role: str | None = None, silent: float | None = None
+    ) -> None:
         super().__init__(sentence)
         self.rank = rank
         self.role = role
+        self.silent = silent
 
 
 class InverseWarning(UserWarning):

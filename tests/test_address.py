@@ -1,28 +1,22 @@
-"""Who may talk to the processes of a run: nobody from outside the machine, and no stranger's words are repeated."""
+"""Who may talk to the processes of a run: nobody from outside the machine, unless an address says otherwise."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import os
 import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
-from nhgd.execution.distributed import heartbeat as pulses
-from nhgd.execution.distributed.address import SECRET, is_local, keep_store, opened, printable, sealed, stay_local
-from nhgd.execution.distributed.heartbeat import Pulse
-from nhgd.execution.distributed.roles import Roles
+from nhgd.execution.distributed.address import is_local, keep_store, stay_local
 
 needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="there is no list of sockets to look at")
 
@@ -118,68 +112,3 @@ def test_the_users_interface_is_kept() -> None:
     environment = {"GLOO_SOCKET_IFNAME": "eth7"}
     stay_local(environment)
     assert environment["GLOO_SOCKET_IFNAME"] == "eth7"
-
-
-# Words.
-
-
-@pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pulse, Pulse, Any]]:
-    """The pulses of two ranks that share a secret, and a stranger's connection to their store."""
-    monkeypatch.setattr(pulses, "START", 1.0)
-    monkeypatch.setenv(SECRET, "a secret")
-    keeper = keep_store("127.0.0.1", 0, limit=5.0)
-
-    def connection() -> Any:
-        return PrefixStore("here", TCPStore("127.0.0.1", keeper.port, is_master=False, timeout=timedelta(seconds=5)))
-
-    made = [Pulse(connection(), Roles(1, 1), rank, 20.0) for rank in range(2)]
-    for one in made:
-        one.start()
-        one.engage()
-    for one in made:
-        one.meet()
-    yield *made, connection()
-    for one in made:
-        one.stop()
-
-
-def test_a_strangers_words_are_not_heard(two: tuple[Pulse, Pulse, Any]) -> None:
-    first, second, stranger = two
-    words = "Rank 1 (inner) was told to send money."
-    forged = json.dumps((10**6, words, False, 0))
-    taken = stranger.get("nhgd/pulse/0").decode().partition(" ")[0]  # a seal that it has read there
-    for message in (
-        forged,
-        f"{'0' * 64} {forged}",
-        f"{taken} {forged}",
-        sealed("nhgd/pulse/0", forged),
-        "",
-        "\x00",
-        "é",
-    ):
-        began = first._beats
-        while first._beats < began + 2:
-            stranger.set("nhgd/pulse/1", message)
-            first._hurry.set()
-            time.sleep(0.01)
-        assert first.lost() is None
-    second.say("its own words.")
-    while first.lost() is None:
-        time.sleep(0.01)
-    assert first.lost() == "Rank 1 (curvature) stopped: its own words."
-
-
-def test_a_seal_is_of_one_key_one_text_and_one_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SECRET, "a secret")
-    message = sealed("key", "text with spaces")
-    assert opened("key", message) == "text with spaces"
-    assert opened("other", message) is None
-    assert opened("key", message + "!") is None
-    monkeypatch.setenv(SECRET, "another")
-    assert opened("key", message) is None
-
-
-def test_words_are_one_line_of_bounded_length_that_a_terminal_can_show() -> None:
-    assert printable("gone\n\x1b[2J \u202e text") == "gone ?[2J ? text"
-    assert len(printable("x" * 10**6)) < 2000

@@ -7,9 +7,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,24 +16,22 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
+from torch import nn
 
 import nhgd
 from nhgd._recording.recorder import Recorder
 from nhgd._solution import CLOCKED
 from nhgd._tree import tensors
 from nhgd.algorithm import AID, NHGD, AbstractAlgorithm, NHGDSingle
-from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError
+from nhgd.errors import InputError, NhgdError, NonFiniteError, PeerError, RunError
 from nhgd.execution import Distributed, Inline
-from nhgd.execution.base import Report
+from nhgd.execution.distributed import client
 from nhgd.execution.distributed.assignment import Division
-from nhgd.execution.distributed.channel import Channel, Message
-from nhgd.execution.distributed.heartbeat import Pulse
-from nhgd.execution.distributed.protocol import Tag, Word
+from nhgd.execution.distributed.messages import Messenger
 from nhgd.execution.distributed.roles import Roles
-from nhgd.execution.distributed.server import Serving
+from nhgd.execution.distributed.server import Server
 from nhgd.execution.distributed.wire import Layout, from_bytes, joined, shapes, to_bytes
+from nhgd.execution.group import Report
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Refined
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.ridge import Ridge
@@ -153,39 +150,35 @@ def in_two(rank: int, size: int, folder: str) -> Answers:
     dist.barrier()
     found["too few"] = said(lambda: solved(Distributed(curvature_ranks=2), NHGD(KFAC())))
     found["many shapes"] = many_shapes()
-    found["broken off"] = []
-    for wild in (False, True):
-        found["broken off"].append(broken_step(folder, wild))
-        dist.barrier()
     found["undelivered"] = undelivered(rank)
     dist.barrier()
     found["held"] = held()
-    found["replies kept"] = replies_kept()
+    found["kept"] = kept_messages()
     return found
 
 
 def many_shapes() -> Answers:
     """Batches of seven sizes in turn, where both sides remember three; and how many forms they have kept."""
-    nhgd.execution.distributed.executor.LAYOUTS = 3
+    client.LAYOUTS = 3
     executor = Distributed()
     solver = of_many_sizes(executor)
     try:
         found = facts(solver, solver.run(steps=STEPS))
-        kept = executor._layouts if executor._serving is None else executor._serving._layouts
-        return found | {"forms": len(kept)}
+        kept: Any = executor.group.client or executor.group.server
+        return found | {"forms": len(kept._layouts)}
     finally:
         solver.close()
-        nhgd.execution.distributed.executor.LAYOUTS = 64
+        client.LAYOUTS = 64
 
 
-def replies_kept() -> int:
-    """How many replies a curvature rank holds in memory after twelve outer steps."""
+def kept_messages() -> int:
+    """How many messages this process holds in memory after twelve outer steps."""
     executor = Distributed()
     solver = a_solver(executor, NHGD(KFAC()))
     try:
         solver.run(steps=12)
-        lanes = executor._member.channel._out
-        return sum(len(works) for lane, works in lanes.items() if lane.tag == Tag.REPLIES)
+        kept: Any = executor.group.client or executor.group.server
+        return sum(len(sent) for sent in kept._sent)
     finally:
         solver.close()
 
@@ -196,27 +189,21 @@ def of_many_sizes(execution: Any) -> nhgd.Solver:
     return nhgd.Solver(problem, batches, [outer], method=NHGD(KFAC()), execution=execution, inner_steps=INNER)
 
 
-def broken_step(folder: str, wild: bool) -> tuple[Any, ...]:
-    """A process is lost during a step which ends as if all were well; whether a checkpoint was written then."""
-    place = Path(folder) / "broken off"
-    found = said(lambda: solved(Distributed(curvature_ranks=0), Deaf(wild=wild), checkpoint=place, checkpoint_every=1))
-    return *found, nhgd.checkpoint.exists(place)
-
-
-def undelivered(rank: int) -> tuple[str, str]:
+def undelivered(rank: int) -> tuple[Any, ...]:
     """A curvature rank that lives but takes no messages any more: the end of the run cannot be told to it."""
     executor = Distributed(timeout=1.0)
     problem, _, _ = problem_of(small)
     executor.start(KFAC(), problem.theta)
     dist.barrier()
-    if rank == 1:
-        with executor._member.channel.changed:  # which whoever receives needs, for each message
-            dist.barrier()
-        executor.close()
-        return "nothing", ""
-    for _ in range(20):
-        executor.begin()
-    found = said(lambda: executor.finish(lambda: Report({}, [])))
+    found: tuple[Any, ...] = ()
+    if rank == 0:
+        began = time.monotonic()
+        try:
+            executor.group.finish(lambda: Report({}, []))
+        except PeerError as error:
+            cause = executor.group.root_cause(error)
+            assert isinstance(cause, PeerError)
+            found = cause.rank, cause.role, cause.silent, str(cause), time.monotonic() - began
     dist.barrier()
     executor.close()
     return found
@@ -325,7 +312,7 @@ def counted() -> int:
     solver = a_solver(executor, NHGD(KFAC()))
     try:
         solver.run(steps=STEPS)
-        return executor.measured().bytes_sent - executor.team.bytes_sent
+        return executor.measured().bytes_sent - executor.group.team.bytes_sent
     finally:
         solver.close()
 
@@ -360,21 +347,6 @@ class StumblingAtOnce(Stumbling):
         if self.rank == 1:
             raise InputError("My shoes are untied. Tie them.")
         loop.division.assert_equal()
-
-
-@dataclass(frozen=True)
-class Deaf(Stumbling):
-    """A method that loses a process in its first step and does not notice, as a wait that is broken off on a GPU lets it."""
-
-    name: ClassVar[str] = "deaf"
-    wild: bool = False  # whether the numbers it has then are none
-
-    def step(self, loop: Loop, state: None) -> Any:
-        executor: Any = loop.executor
-        executor._member.channel.fail("Rank 1 (inner) is gone.")
-        if self.wild:
-            raise NonFiniteError("the inner loss")
-        return None, StepInfo(0.0, 0.0, 0.0)
 
 
 @cache
@@ -471,23 +443,15 @@ def test_forms_of_records_are_forgotten_on_both_sides():
         assert found["many shapes"]["forms"] == 3
 
 
-def test_replies_that_have_arrived_are_let_go_of():
-    inner, curvature = (found["replies kept"] for found in answers(2))
-    assert inner == 0
-    assert 0 < curvature < 12
+def test_messages_that_have_arrived_are_let_go_of():
+    inner, curvature = (found["kept"] for found in answers(2))
+    assert inner == curvature == 0
 
 
-def test_a_step_in_which_a_process_was_lost_fails_and_is_not_kept():
-    for kind, sentence, kept in (row for found in answers(2) for row in found["broken off"]):
-        assert kind == "RunError"
-        assert sentence == "Rank 1 (inner) is gone."
-        assert not kept
-
-
-def test_a_run_whose_end_cannot_be_told_fails_by_a_sentence():
-    kind, sentence = answers(2)[0]["undelivered"]
-    assert kind == "RunError"
-    assert sentence.startswith("Rank 1 (curvature) could not be told that the run has ended")
+def test_a_run_whose_end_cannot_be_told_fails_by_a_sentence_and_fields():
+    rank, role, silent, sentence, _ = answers(2)[0]["undelivered"]
+    assert (rank, role, silent) == (1, "curvature", 1.0)
+    assert sentence.startswith("Rank 1 (curvature) did not answer within 1 s.")
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads and files in /proc")
@@ -532,7 +496,7 @@ def test_a_kept_run_goes_on_bit_for_bit():
 def test_a_run_that_fails_tells_the_others_why():
     (kind, sentence), (other, reason) = (found["non-finite"] for found in answers(2))
     assert kind == "NonFiniteError"
-    assert other == "RunError"
+    assert other == "PeerError"
     assert reason == f"Rank 0 (inner) stopped: {sentence}"
 
 
@@ -580,7 +544,7 @@ def test_an_error_in_one_inner_rank_ends_all(when):
     kinds = [found[when] for found in answers(4)]
     assert kinds[1] == ("InputError", "My shoes are untied. Tie them.")
     for rank in (0, 2, 3):
-        assert kinds[rank] == ("RunError", "Rank 1 (inner) stopped: My shoes are untied. Tie them.")
+        assert kinds[rank] == ("PeerError", "Rank 1 (inner) stopped: My shoes are untied. Tie them.")
 
 
 # The parts.
@@ -643,48 +607,16 @@ def test_rows_of_shards_join_in_the_order_of_the_batch(fisher):
         torch.testing.assert_close(found, expected)
 
 
-class Changing(list[Tensor]):
-    """Tensors of a record that a later inner step writes into, just before they are sent."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__([tensor])
-        self.walks = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self.walks += 1
-        if self.walks == 2:  # the first is that of post(), which notes the versions
-            self[0].add_(1)
-        return super().__iter__()
-
-
-@pytest.fixture
-def alone() -> Iterator[Channel]:
-    """The channel of a process that is in a group of its own."""
-    pulse = Pulse(HashStore(), Roles(1, 0), 0, 60.0)
-    channel = Channel(ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=5)), 0, pulse)
-    yield channel
-    channel.close()
-
-
-def test_a_record_that_is_changed_on_its_way_ends_the_run(alone):
-    alone.post(0, Tag.RECORDS, Word.RECORD, tensors=Changing(torch.zeros(3)))
-    end = time.monotonic() + 60
-    with pytest.raises(
-        RunError, match=r"changed in place while its record was on its way\. Let inner\(\) and the loader"
-    ):
-        alone.wait(lambda: time.monotonic() > end)
-
-
-def test_a_kept_factor_is_of_the_ridge_that_it_was_made_with(alone):
+def test_a_kept_factor_is_of_the_ridge_that_it_was_made_with():
     """A curvature rank factorises once for several right-hand sides at one point, and again where the ridge differs."""
     problem, record = records(small, "layer")
     inverse = KFAC()
-    serving = Serving(alone, Roles(0, 1), 0, inverse, problem.theta, 8)
-    serving._state = state = inverse.observe(inverse.init(problem.theta), record)
+    server = Server(Messenger(None, None, Roles(0, 1), 0, 1.0), inverse, problem.theta, 8)
+    server._state = state = inverse.observe(inverse.init(problem.theta), record)
     u = torch.ones(problem.theta.numel, dtype=torch.float64)
     for l2 in (0.1, 0.1, 0.1, 0.3, 0.3):
         ridge = torch.full_like(u, 2 * l2)
-        _, (x,) = serving._solved(Message(Word.SOLVE, 0, {"marked": False, "damping": None}, [u, ridge], 0))
+        _, (x,) = server._solved(False, None, u, ridge)
         expected, _ = inverse.solve(state, u, Ridge(ridge))
         torch.testing.assert_close(x, expected)
 

@@ -44,7 +44,7 @@ def solved(execution: Any, inverse: Any, device: str) -> dict[str, Any]:
     try:
         found = facts(solver, solver.run(steps=STEPS))
         if isinstance(execution, Distributed):
-            found["nccl"] = execution._member.channel._device_group is not None
+            found["nccl"] = execution.group.messenger.device_group is not None
         return found
     finally:
         solver.close()

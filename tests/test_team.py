@@ -529,7 +529,7 @@ def dying(rank: int, size: int) -> str:
 
 def test_a_dead_worker_is_a_sentence_not_a_hang() -> None:
     found = together(dying, 2, lost=(1,), limit=60.0)
-    assert found[0].startswith("RunError: Rank 0 of 2 has lost another worker: ")
+    assert found[0].startswith("PeerError: Rank 0 of 2 has lost another worker: ")
     assert found[1] is None
 
 

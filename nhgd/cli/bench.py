@@ -218,7 +218,7 @@ def measured(solver: Solver, warmup: int, steps: int) -> Trial:
     executor = solver.executor
     found: Trial = {key: [] for key in ("milliseconds", "inner", "waited", "curvature")}
     try:
-        if executor.serves:
+        if executor.group.serves:
             solver.run(steps=1)  # until those of the inner loop have finished
             return found
         row = {}
@@ -258,9 +258,8 @@ def _take_part(case: Case, warmup: int, steps: int) -> None:
     (name,) = case.how
     executor = case.executor(name)
     assert isinstance(executor, Distributed)
-    executor.arrive()
     trial = measured(case.begin(executor), warmup, steps)
-    if executor.leads:
+    if executor.group.leads:
         print(json.dumps(trial))
 
 

@@ -122,14 +122,13 @@ def run(
         if isinstance(executor, Distributed):
             where = device_of_rank(where)
             tie_to_launcher()
-            executor.arrive()  # before anything that takes long, so that the others know that we are coming
         try:
             began = time.perf_counter()
             built = _built(experiment, checked_seed(seed), where, data, as_json)
             preparation = time.perf_counter() - began
             solver = _started(built, seed, executor, resume, kept)
         except BaseException as error:
-            executor.fail(error)  # nobody is to wait for us
+            executor.group.fail(error)  # nobody is to wait for us
             raise
         stack.callback(solver.close)
         if not as_json:
@@ -139,7 +138,7 @@ def run(
             solution = solver.run(
                 steps=built.instance.steps if steps is None and budget is None else steps, budget=budget
             )
-            if not executor.leads:
+            if not executor.group.leads:
                 return
             answer = {
                 "task": task,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nhgd.errors import InputError, RunError, positive
+from nhgd.errors import InputError, PeerError, RunError, positive
 
 RANK_SEED = 0x9E3779B97F4A7C15  # far apart, so that the seeds of one worker are never those of another
 
@@ -260,24 +260,30 @@ class Team(AbstractTeam):
         try:
             return collective(*args, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise self._lost(str(error)) from error
+            raise self._lost(None) from error
 
     def _wait(self, work: Any) -> None:
         """Until a collective is done: every wait for other workers is here."""
+        began = time.monotonic()
         try:
             done = work.wait(timedelta(seconds=self.timeout))
-        except RuntimeError as error:
-            raise self._lost(str(error)) from error
+        except RuntimeError as error:  # what gloo raises when the time is over, and when a connection is closed
+            silent = time.monotonic() - began >= 0.9 * self.timeout
+            raise self._lost(self.timeout if silent else None) from error
         if done is False:
-            raise self._lost("it did not answer in time")
+            raise self._lost(self.timeout)
 
-    def _lost(self, why: str) -> RunError:
-        """What to say when others do not answer."""
-        # gloo begins with a place in its source and ends with advice.
-        reason = re.sub(r"^\[[^\]]*\.cc:\d+\]\s*", "", why.strip()).split("\n")[0].split(". ")[0].rstrip(".")
-        return RunError(
+    def close(self) -> None:
+        """Let go of the process group."""
+        self.group = None
+
+    def _lost(self, silent: float | None) -> PeerError:
+        """The error of others that did not answer for so many seconds, or of a connection that was closed."""
+        reason = "a connection was closed" if silent is None else f"it did not answer within {silent:g} s"
+        return PeerError(
             f"Rank {self.rank} of {self.size} has lost another worker: {reason}. Look at what the others printed last, and start"
-            " all workers again."
+            " all workers again.",
+            silent=silent,
         )
 
     def _device(self, like: Tensor) -> torch.device:

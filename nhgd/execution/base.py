@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from torch import Tensor
-
 from nhgd._registry import summary
 from nhgd._validation import validated
-from nhgd.data_parallel import AbstractTeam, Alone
 from nhgd.errors import InputError, NhgdError
+from nhgd.execution.group import Group
 from nhgd.inverse.base import AbstractInverse
 from nhgd.record import InnerRecord
 from nhgd.variable import Variable
@@ -66,13 +63,6 @@ class Curvature(NamedTuple):
     lag: int
 
 
-class Report(NamedTuple):
-    """What the process that leads tells those that only served, at the end: plain values, and tensors."""
-
-    text: dict[str, Any]
-    tensors: list[Tensor]
-
-
 class AbstractExecutor(ABC):
     """Takes the records of the inner steps and keeps the state of an inverse.
 
@@ -88,7 +78,6 @@ class AbstractExecutor(ABC):
     background: ClassVar[bool] = True  # whether curvature is kept beside the inner loop, so that there can be a lag
     gathers: ClassVar[bool] = False  # whether it also brings workers together, who share the inner loop of any method
     usual_lag: ClassVar[int] = 8
-    team: AbstractTeam = Alone()  # the workers that share the inner batches
     user: object = None  # stands for the solver that it works for, the last that took it
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -108,37 +97,11 @@ class AbstractExecutor(ABC):
         self.max_lag = self.usual_lag if max_lag is None else max_lag
         self.stale = stale
         self.traffic = Traffic()
-
-    def join(self, theta: Variable) -> None:  # noqa: B027
-        """Meet the other processes, if there are any, before anything else is done."""
-
-    @property
-    def serves(self) -> bool:
-        """Whether this process keeps curvature for others and runs no inner loop; then only `serve` is called."""
-        return False
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process speaks for all, and writes files."""
-        return True
-
-    def serve(self) -> Report:
-        """Keep curvature for others until they have finished; what they report."""
-        raise InputError(f"{self.name} execution keeps no curvature for other processes.")
-
-    def finish(self, report: Callable[[], Report]) -> None:  # noqa: B027
-        """The run has ended well: those who served may go."""
-
-    def fail(self, error: BaseException) -> None:  # noqa: B027
-        """The run has failed: the others are told why, so that nobody waits."""
+        self.group = Group()  # the processes that take part
 
     def root_cause(self, error: NhgdError) -> NhgdError:
         """The error, or the one behind it: of another process, or of curvature that is looked at late."""
-        return error
-
-    def agreed(self, inverse: AbstractInverse) -> AbstractInverse:
-        """The inverse with settings that were chosen by measurement, the same in all processes."""
-        return inverse
+        return self.group.root_cause(error)
 
     @abstractmethod
     def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:

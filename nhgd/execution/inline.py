@@ -7,6 +7,7 @@ from typing import Any, ClassVar, final
 from nhgd.data_parallel import AbstractTeam, Team
 from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
+from nhgd.execution.group import Group
 from nhgd.inverse._learned.division import SupportsDivision
 from nhgd.inverse.base import AbstractInverse
 from nhgd.record import InnerRecord, joined, whole
@@ -27,14 +28,8 @@ class Inline(AbstractExecutor):
 
     def __init__(self, max_lag: int | None = None, stale: bool = False, team: AbstractTeam | None = None) -> None:
         super().__init__(max_lag, stale)
-        if team is not None:
-            self.team = team
-            self.traffic.processes = team.size
-
-    @property
-    def leads(self) -> bool:
-        """Of a team the first worker speaks for all."""
-        return self.team.rank == 0
+        self.group = Group(team)
+        self.traffic.processes = self.group.team.size
 
     def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
         """Make the first state."""
@@ -52,8 +47,8 @@ class Inline(AbstractExecutor):
         """Fold the record in at once."""
         assert self._learner is not None
         with self._busy.running():
-            if isinstance(self.team, Team):
-                record = joined(record, self.team)
+            if isinstance(self.group.team, Team):
+                record = joined(record, self.group.team)
                 record = record if self._learner.reduces else whole(record)
             self._state = self._learner.observe(self._state, record)
         self.traffic.records += 1
@@ -65,8 +60,8 @@ class Inline(AbstractExecutor):
     def curvature(self) -> Curvature:
         """The state as it stands; workers divide what a solve would make of it first, where that can be divided."""
         state = self._state
-        if isinstance(self.team, Team) and isinstance(self._learner, SupportsDivision):
-            state = self._learner.divided(state, self.team)
+        if isinstance(self.group.team, Team) and isinstance(self._learner, SupportsDivision):
+            state = self._learner.divided(state, self.group.team)
         return Curvature(self._inverse, state, 0)
 
     def restore(self, state: Any) -> None:
@@ -89,5 +84,5 @@ class Inline(AbstractExecutor):
         if hasattr(self, "_busy"):
             self.traffic.curvature_seconds += self._busy.take()
             self.traffic.waited_seconds = self.traffic.curvature_seconds
-        self.traffic.bytes_sent = self.team.bytes_sent
+        self.traffic.bytes_sent = self.group.team.bytes_sent
         return super().measured()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import Any
 
 from nhgd._memory import synchronise
 from nhgd._recording.recorder import Recorder
+from nhgd.execution.group import Group
 from nhgd.inverse._learned.periods import Periodic
+from nhgd.inverse.base import AbstractInverse
 from nhgd.loop.loop import Loop
 from nhgd.objective import Objective
 from nhgd.record import InnerRecord
@@ -40,7 +43,16 @@ def calibrate(loop: Loop) -> None:
     # The first worker's clock decides for all. They divide the decompositions among them.
     inner, both, invert = (loop.division.agreed(seconds) for seconds in (inner, both, invert / loop.division.workers))
     chosen = learner.with_periods(inner_seconds=inner, factor_seconds=max(both - inner, 1e-9), invert_seconds=invert)
-    loop.use(loop.executor.agreed(inverse.with_learner(chosen)))
+    loop.use(_agreed(loop.executor.group, inverse.with_learner(chosen)))
+
+
+def _agreed(group: Group, inverse: AbstractInverse) -> AbstractInverse:
+    """The inverse with the periods that the first process has chosen for it."""
+    own = inverse.learner
+    assert own is not None
+    plain = {field.name: getattr(own, field.name) for field in fields(own)}
+    chosen = group.agreed({k: x for k, x in plain.items() if x is None or isinstance(x, (bool, int, float))})
+    return inverse.with_learner(replace(own, **chosen))
 
 
 def _median(work: Callable[[], Any], device: Any, times: int = 5) -> float:

@@ -75,8 +75,8 @@ class Loop:
         self.theta = Mover(problem.theta, "inner", settings.inner_optimizer, settings.inner_lr, 0.1)
         self.v = Mover(problem.v, "outer", settings.outer_optimizer, settings.outer_lr, 0.01)
         self.executor = executor
-        executor.join(problem.theta)
-        self.division = Division(problem, executor.team, self.inner, self.outer, self.clock)
+        executor.group.join(problem.theta)
+        self.division = Division(problem, executor.group.team, self.inner, self.outer, self.clock)
         # A loader of the user's own may fill one buffer again and again, while records of the steps before still share it.
         self._refills = executor.background and not isinstance(inner_data, (Data, list, tuple))
         self.recent: deque[Batch] = deque(maxlen=RECENT)  # this outer step's last inner batches, for diagnosis

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
-import os
 import socket
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
-
-# In the environment of processes that were started together: the name of what their messages are sealed with.
-SECRET = "NHGD_SECRET"  # noqa: S105
-LONGEST = 1000  # characters of another process's words that are repeated
 
 
 def keep_store(host: str, port: int, limit: float, shared: bool = False) -> Any:
@@ -71,28 +64,3 @@ def stay_local(environment: Any) -> None:
     if names:
         for backend in ("GLOO", "NCCL"):
             environment.setdefault(f"{backend}_SOCKET_IFNAME", names[0])
-
-
-def sealed(key: str, text: str) -> str:
-    """A message with a seal that nobody can make who does not know the secret of the run."""
-    return f"{_seal(key, text)} {text}"
-
-
-def opened(key: str, message: str) -> str | None:
-    """A message without its seal; None where it is not one of this run."""
-    seal, _, text = message.partition(" ")
-    return text if hmac.compare_digest(seal.encode(), _seal(key, text).encode()) else None
-
-
-def _seal(key: str, text: str) -> str:
-    return hmac.new(os.environ.get(SECRET, "").encode(), f"{key} {text}".encode(), hashlib.sha256).hexdigest()
-
-
-def printable(words: str) -> str:
-    r"""Another process's words on one line, without what a terminal would obey.
-
-    >>> printable("gone\n\x1b[2J")
-    'gone ?[2J'
-    """
-    shown = "".join(c if c.isprintable() else "?" for c in " ".join(str(words).split()))
-    return shown if len(shown) <= LONGEST else f"{shown[:LONGEST]} ..."

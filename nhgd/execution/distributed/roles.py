@@ -50,7 +50,11 @@ class Roles:
 
     def called(self, rank: int) -> str:
         """A rank as errors name it."""
-        return f"Rank {rank} ({'inner' if rank < self.workers else 'curvature'})"
+        return f"Rank {rank} ({self.role(rank)})"
+
+    def role(self, rank: int) -> str:
+        """What a rank does."""
+        return "inner" if rank < self.workers else "curvature"
 
 
 def check_counts(workers: int | None, curvature: int) -> None:

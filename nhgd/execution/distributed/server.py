@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +13,10 @@ from torch import Tensor
 from nhgd.errors import NhgdError
 from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.distributed.assignment import Division
-from nhgd.execution.distributed.channel import Channel, Lane, Message
-from nhgd.execution.distributed.protocol import Tag, Word, told
-from nhgd.execution.distributed.roles import Roles
+from nhgd.execution.distributed.client import credit_period
+from nhgd.execution.distributed.messages import Message, Messenger, Tag, Word, error_to_text
 from nhgd.execution.distributed.wire import Layout, from_bytes, from_message, joined, to_message
+from nhgd.execution.group import Report
 from nhgd.inverse._learned.damping import damped
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.state import State
@@ -23,161 +25,224 @@ from nhgd.record import InnerRecord
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
-# Requests that every inner rank waits for; the others are of the first alone.
-FOR_ALL = (Word.SOLVE, Word.DRAIN, Word.MARK, Word.DIAGONAL)
+FIRST_SECONDS = 60.0  # that the first message of a run may take, at least
+UNREAD = 32  # messages to an inner rank, of which it has read the oldest by now
 
 
-class Serving:
+class _Record(NamedTuple):
+    """One record of an inner step, the parts of all inner ranks joined."""
+
+    record: InnerRecord
+
+
+class Server:
     """A curvature rank: the state of an inverse, or this rank's part of it, and the messages that change or read it.
 
+    A thread receives while the main one folds in, so that a question may overtake the records that wait.
+
     Args:
-        channel, roles, rank: the others.
+        messenger: what sends and receives.
         inverse: what is kept.
         theta: the parameters.
         max_lag: how many records an inner rank may be ahead.
     """
 
-    def __init__(
-        self, channel: Channel, roles: Roles, rank: int, inverse: Learned[Any], theta: Variable, max_lag: int
-    ) -> None:
-        self._channel, self._roles, self._part = channel, roles, rank - roles.workers
+    def __init__(self, messenger: Messenger, inverse: Learned[Any], theta: Variable, max_lag: int) -> None:
+        self._messenger, self._roles = messenger, messenger.roles
+        self._part = messenger.rank - self._roles.workers
         self.inverse, self._theta, self._device = inverse, theta, theta.device
-        self._division = Division(self.inverse, theta, roles.curvature)
-        self._lanes = [channel.listen(inner, Tag.RECORDS, self._device) for inner in roles.inner]
-        self._requests: deque[Message] = channel.inbox[channel.listen(0, Tag.REQUESTS)]
-        self._layouts: dict[tuple[Lane, int], Layout] = {}  # as many as the senders have numbers for
+        self._division = Division(self.inverse, theta, self._roles.curvature)
+        self._layouts: dict[tuple[int, int], Layout] = {}  # as many as the senders have numbers for
+        self._changed = threading.Condition()
+        self._waiting: deque[Message | _Record | BaseException] = deque()
+        self._urgent: deque[Message] = deque()
+        self._received = [0] * self._roles.workers  # messages of each inner rank
+        self._sent: list[deque[list[Any]]] = [deque() for _ in self._roles.inner]
         self._busy = Stopwatch(self._device)
         self._seconds = 0.0
         self._state: Any = None
         self._marked: Any = None
+        self._changes = 0
         self._operator: tuple[tuple[int, bool, bytes], Any] | None = None
-        self._messages = 0  # of the first inner rank that are in the state
         self._records = 0
-        self._credited = 0
-        self._period = max(1, max_lag // 2)
-        self._carried = [0] * roles.workers  # bytes of records, u, the ridge and x, by the inner rank at the other end
+        self._period = credit_period(max_lag)
+        self._carried = [
+            0
+        ] * self._roles.workers  # bytes of records, u, the ridge and x, by the inner rank at the other end
         self._error: NhgdError | None = None
-        self._answers = 0
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_receiving(self) -> bool:
+        """Whether a thread is waiting for an inner rank."""
+        return self._thread is not None and self._thread.is_alive()
 
     @torch.no_grad()
-    def serve(self) -> Message:
-        """Until the inner ranks have finished: the first one's last message."""
-        last: Message | None = None
-        while last is None:
-            self._channel.wait(lambda: self._due() or self._channel.inbox[self._lanes[0]])
-            if self._due():
-                with self._channel.changed:
-                    request = self._requests.popleft()
-                self._answer(request)
+    def serve(self) -> Report:
+        """Until the inner ranks have finished; what the first of them reports."""
+        self._thread = thread = threading.Thread(target=self._receive, name="nhgd receiver", daemon=True)
+        thread.start()
+        while True:
+            message = self._next()
+            if isinstance(message, BaseException):
+                raise message
+            if isinstance(message, _Record):
+                self._fold(message.record)
+            elif message.word >= Word.SOLVE:
+                self._answer(message)
+            elif message.word == Word.FINISH:
+                thread.join()
+                self._answer(message)
+                for inner, sent in enumerate(self._sent):
+                    while sent:
+                        self._messenger.wait(sent.popleft(), inner)
+                shapes_alone = {key: value for key, value in message.text.items() if key != "shapes"}
+                return Report(shapes_alone, message.tensors())
             else:
-                last = self._change(self._channel.take(self._lanes[0]))
-        for lane in self._lanes[1:]:
-            self._channel.take(lane)
-        return last
+                self._change(message)
 
-    def _due(self) -> bool:
-        """Whether there is a request, and the state is as far as it asks for."""
-        return bool(self._requests) and self._requests[0].number <= self._messages
+    def close(self) -> None:
+        """Let go of the connections."""
+        for sent in self._sent:
+            sent.clear()
 
-    def _change(self, message: Message) -> Message | None:
-        if message.kind == Word.FINISH:
-            self._messages += 1
-            return message
+    # Receiving.
+
+    def _receive(self) -> None:
+        """In the thread: until the end of a run, or the loss of a process."""
+        seconds: float | None = max(FIRST_SECONDS, self._messenger.timeout)
         try:
-            if message.kind == Word.START:
-                self._state = self.inverse.init(self._theta)
-                self._error = None
-            elif message.kind == Word.RESTORE:
-                self._state = from_message(message.text, message.tensors, self.inverse.init(self._theta), self._device)
-            elif message.kind == Word.BEGIN:
-                self._state = self.inverse.begin(self._state)
-            else:
-                record = self._complete(message)
-                with self._busy.running():
-                    if self._error is None:
-                        self._state = self.inverse.observe(self._state, record)
-        except NhgdError as error:
-            self._error = error  # told with the next answer, as the inline run would tell it here
-        self._messages += 1
-        self._operator = None
-        if message.kind == Word.RECORD:
-            self._records += 1
-            self._credit()
-        return None
+            while True:
+                message = self._take(0, seconds)
+                seconds = None
+                found = self._complete(message) if message.word == Word.RECORD else message
+                with self._changed:
+                    if isinstance(found, Message) and found.number and found.word >= Word.SOLVE:
+                        self._urgent.append(found)
+                    else:
+                        self._waiting.append(found)
+                    self._changed.notify_all()
+                if message.word == Word.FINISH:
+                    return
+        except BaseException as error:
+            with self._changed:
+                self._waiting.append(error)
+                self._changed.notify_all()
 
-    def _complete(self, message: Message) -> InnerRecord:
+    def _take(self, inner: int, seconds: float | None = None) -> Message:
+        found = self._messenger.receive(inner, Tag.ORDERS, self._device, seconds)
+        self._received[inner] += 1
+        return found
+
+    def _next(self) -> Message | _Record | BaseException:
+        with self._changed:
+            while not self._urgent and not self._waiting:
+                self._changed.wait(0.5)  # a wait without a limit keeps Ctrl-C out on some platforms
+            return self._urgent.popleft() if self._urgent else self._waiting.popleft()
+
+    def _complete(self, message: Message) -> _Record:
         """A record, with the parts of the other inner ranks where it is of one part."""
-        first, is_part = self._record(self._lanes[0], message)
-        if not is_part:
-            return first
+        first, is_part = self._record(0, message)
         shards = [first]
-        for lane in self._lanes[1:]:
-            other = self._channel.take(lane)
-            shards.append(self._record(lane, other)[0])
-        return joined(shards)
+        for inner in self._roles.inner[1:] if is_part else ():
+            shards.append(self._record(inner, self._take(inner))[0])
+        return _Record(joined(shards))
 
-    def _record(self, lane: Lane, message: Message) -> tuple[InnerRecord, bool]:
-        key = lane, message.number
+    def _record(self, inner: int, message: Message) -> tuple[InnerRecord, bool]:
+        key = inner, message.number
         if message.text:
             self._layouts[key] = Layout.from_text(message.text)
-        self._carried[lane.source] += message.size
+        self._carried[inner] += message.data.numel()
         layout = self._layouts[key]
-        tensors = from_bytes(layout.shapes, message.tensors[0])
+        tensors = from_bytes(layout.shapes, message.data)
         return layout.record([t.to(self._device) for t in tensors]), layout.is_part
 
-    def _credit(self) -> None:
-        if self._records - self._credited >= self._period or self._error is not None:
-            self._credited = self._records
+    # Keeping.
+
+    def _fold(self, record: InnerRecord) -> None:
+        try:
+            with self._busy.running():
+                if self._error is None:
+                    self._state = self.inverse.observe(self._state, record)
+        except NhgdError as error:
+            self._error = error  # sent with the next answer, as the inline run would raise it here
+        self._changes += 1
+        self._records += 1
+        if self._records % self._period == 0:
             for inner in self._roles.inner:
-                self._channel.send(inner, Tag.REPLIES, Word.CREDIT, number=self._records, mark=self._answers)
+                self._send(
+                    inner, self._messenger.send_numbers(inner, Tag.CREDITS, self._records, self._received[inner])
+                )
+
+    def _change(self, message: Message) -> None:
+        try:
+            if message.word == Word.START:
+                self._state = self.inverse.init(self._theta)
+                self._error = None
+            elif message.word == Word.RESTORE:
+                fresh = self.inverse.init(self._theta)
+                self._state = from_message(message.text, message.tensors(), fresh, self._device)
+            else:
+                self._state = self.inverse.begin(self._state)
+        except NhgdError as error:
+            self._error = error
+        self._changes += 1
+
+    def _send(self, inner: int, works: list[Any]) -> None:
+        """Keep what is sent until it has arrived."""
+        sent = self._sent[inner]
+        sent.append(works)
+        if len(sent) > UNREAD:
+            self._messenger.wait(sent.popleft(), inner)
+
+    # Answering.
 
     def _answer(self, request: Message) -> None:
-        # Who asks has had the answer before, and the others are at most one behind.
-        self._answers += 1
-        for inner in self._roles.inner:
-            self._channel.arrived(inner, Tag.REPLIES, self._answers - 3)
-        targets = self._roles.inner if request.kind in FOR_ALL else [0]
+        targets: Sequence[int] = [0] if request.word == Word.KEEP else self._roles.inner
+        word = Word.REPLY
+        text: dict[str, Any] = {}
+        tensors: list[Tensor] = []
         try:
-            if self._error is not None:
+            if self._error is not None and request.word != Word.FINISH:
                 raise self._error
             text, tensors = self._found(request)
         except NhgdError as error:
             self._error = None
-            for inner in targets:
-                self._channel.send(inner, Tag.REPLIES, Word.ERROR, told(error), mark=self._answers)
-            return
-        if request.kind == Word.SOLVE:
-            self._carried[0] += request.size
+            word, text = Word.ERROR, error_to_text(error)
+        if request.word == Word.SOLVE:
+            self._carried[0] += request.data.numel()
             for inner in targets:
                 self._carried[inner] += sum(t.numel() * t.element_size() for t in tensors)
         self._seconds += self._busy.take()
-        text |= {"records": self._records, "seconds": self._seconds, "carried": self._carried}
-        self._credited = self._records
+        text |= {"records": self._records, "received": self._received}
+        text |= {"seconds": self._seconds, "carried": self._carried}
         for inner in targets:
-            self._channel.send(inner, Tag.REPLIES, Word.REPLY, text, [t.cpu() for t in tensors], mark=self._answers)
+            works = self._messenger.send(inner, Tag.REPLIES, word, 0, text, [t.cpu() for t in tensors])
+            self._send(inner, works)
 
     def _found(self, request: Message) -> tuple[dict[str, Any], list[Tensor]]:
-        if request.kind == Word.SOLVE:
-            return self._solved(request)
-        if request.kind == Word.MARK:
+        if request.word == Word.SOLVE:
+            return self._solved(request.text["marked"], request.text["damping"], *request.tensors())
+        if request.word == Word.MARK:
             self._marked = self._state.clone() if isinstance(self._state, State) else self._state
             self._operator = None
-        elif request.kind == Word.KEEP:
+        elif request.word == Word.KEEP:
             return to_message(self._division.own(self._state, self._part))
-        elif request.kind == Word.DIAGONAL:
+        elif request.word == Word.DIAGONAL:
             assert isinstance(self.inverse, AbstractKronecker)
             state = self._marked if request.text["marked"] else self._state
             return {"mean": self.inverse.mean_diagonal(state)}, []
         return {}, []
 
-    def _solved(self, request: Message) -> tuple[dict[str, Any], list[Tensor]]:
-        own, sent = request.tensors[0].to(self._device), request.tensors[1].cpu()
+    def _solved(
+        self, marked: bool, damping: float | None, own: Tensor, sent: Tensor
+    ) -> tuple[dict[str, Any], list[Tensor]]:
+        own, sent = own.to(self._device), sent.cpu()
         u = self._division.spread(own, self._part, torch.zeros(self._theta.numel, dtype=own.dtype, device=own.device))
-        marked, damping = request.text["marked"], request.text["damping"]
         state = self._marked if marked else self._state
         inverse = self.inverse if damping is None else damped(self.inverse, damping)
         ridge = Ridge.of(sent).to(u.device)
-        key = self._messages, marked, sent.numpy().tobytes()
+        key = self._changes, marked, sent.numpy().tobytes()
         notes: dict[str, Any] = {}
         if self._operator is not None and self._operator[0] == key:
             # A second right-hand side at the same point: factorise once for this one and those after it.

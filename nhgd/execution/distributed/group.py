@@ -1,0 +1,247 @@
+"""How the processes of a run meet, what they agree on, and how one that is lost is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from nhgd.data_parallel import Alone, Team
+from nhgd.errors import InputError, NhgdError, PeerError, RunError
+from nhgd.execution.distributed.address import is_local, keep_store, stay_local
+from nhgd.execution.distributed.client import Client
+from nhgd.execution.distributed.messages import Messenger, lost
+from nhgd.execution.distributed.roles import Roles
+from nhgd.execution.distributed.server import Server
+from nhgd.execution.group import Group, Report
+from nhgd.variable import Variable
+
+T = TypeVar("T")
+ARRIVAL_SECONDS = 30.0  # that processes may take to start, at least
+ROLL_CALL_SECONDS = 3.0  # for the others to say that they are there, after a wait for one of them has failed
+_joined = 0  # how often this process joined; the same everywhere, because all processes run the same program
+
+
+@final
+class Processes(Group):
+    """The inner and the curvature ranks of a process group.
+
+    Every wait for another process has a time limit. When one is over, those that are left write into the store of the
+    process group that they are there, and who has not done so is named.
+
+    Args:
+        workers, curvature: how many share the inner loop, and how many keep curvature.
+        timeout: seconds to wait for another process.
+    """
+
+    def __init__(self, workers: int | None, curvature: int, timeout: float) -> None:
+        super().__init__()
+        self.counts, self.timeout = (workers, curvature), timeout
+        self.messenger: Messenger | None = None
+        self.client: Client | None = None  # on an inner rank
+        self.server: Server | None = None  # on a curvature rank
+        self.rank = 0
+        self._roles: Roles | None = None
+        self._store: Any = None
+        self._groups: list[Any] = []
+
+    @property
+    def roles(self) -> Roles:
+        """Who will do what, as far as it is known before the processes have met: one inner rank where nobody said more."""
+        return Roles(self.counts[0] or 1, self.counts[1]) if self._roles is None else self._roles
+
+    @property
+    def leads(self) -> bool:
+        """The first rank speaks for all."""
+        return self.rank == 0
+
+    @property
+    def serves(self) -> bool:
+        """Whether this is a curvature rank."""
+        return self._roles is not None and self.rank in self._roles.keepers
+
+    def join(self, theta: Variable) -> None:
+        """Meet the others, once; torch.distributed is started where it is not running."""
+        global _joined
+        if self.messenger is not None:
+            return
+        _joined += 1
+        if not dist.is_available():
+            raise InputError("This PyTorch has no torch.distributed. Use execution='thread' instead.")
+        running = dist.is_initialized()
+        self.rank, world = (dist.get_rank(), dist.get_world_size()) if running else self._place()
+        self._roles = roles = Roles.of(world, *self.counts)  # before anyone waits for anyone
+        limit = max(self.timeout, ARRIVAL_SECONDS)
+        try:
+            given = dist.distributed_c10d._get_default_store() if running else _environment_store(self.rank, limit)
+            self._store = PrefixStore(f"nhgd/{_joined}", given)
+            self._store.set(f"here/{self.rank}", "")
+            if not running:
+                dist.init_process_group(
+                    _backend(), store=given, rank=self.rank, world_size=world, timeout=timedelta(seconds=limit)
+                )
+            self._connect(theta.device, limit)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, NhgdError):
+                raise
+            raise self._absence(limit) from error
+        team = self._groups[-1] if roles.workers > 1 and not self.serves else None
+        self.team = Alone() if team is None else Team.of(team, self.timeout)
+
+    def _place(self) -> tuple[int, int]:
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            count = self.roles.world
+            raise InputError(
+                "distributed execution needs several processes, and this one was started alone (no"
+                f" {', '.join(missing)} in its environment). Start the program by torchrun --nproc-per-node {count} PROGRAM, or"
+                " use the command line: nhgd run TASK --execution distributed."
+            )
+        if is_local(os.environ["MASTER_ADDR"]):
+            stay_local(os.environ)
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def _connect(self, device: torch.device, limit: float) -> None:
+        """Groups of everybody, of everybody on NCCL, and of the inner ranks. Their waits have a shorter limit, given there."""
+        patience = timedelta(seconds=limit)
+        everybody = dist.new_group(backend="gloo", timeout=patience)
+        on_device = dist.new_group(backend="nccl") if device.type == "cuda" and "nccl" in _backend() else None
+        self._groups = [group for group in (everybody, on_device) if group is not None]
+        if self.roles.workers > 1:
+            kind = "gloo" if on_device is None else "nccl"
+            self._groups.append(dist.new_group(list(self.roles.inner), backend=kind, timeout=patience))
+        self.messenger = Messenger(everybody, on_device, self.roles, self.rank, self.timeout)
+
+    def _absence(self, limit: float) -> RunError:
+        """Why the processes could not be connected: who was not there."""
+        others = [other for other in range(self.roles.world) if other != self.rank]
+        found = _within(2.0, lambda: [o for o in others if not self._store.check([f"here/{o}"])])
+        if not found:
+            return RunError(
+                f"The processes could not be connected within {limit:g} s: look at the network between them, and whether"
+                f" {os.environ.get('MASTER_ADDR', 'the store')} can be reached. Allow more time by timeout."
+            )
+        names = " and ".join(map(self.roles.called, found))
+        return PeerError(
+            f"{names} did not arrive within {limit:g} s. Start all processes at once, or allow more time, such as timeout=120.",
+            found[0],
+            self.roles.role(found[0]),
+            limit,
+        )
+
+    def agreed(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The first process's settings, on all of them."""
+        if self.messenger is None:
+            return settings
+        length, limit = torch.tensor(0), max(self.timeout, ARRIVAL_SECONDS)
+        written = torch.frombuffer(bytearray(json.dumps(settings).encode()), dtype=torch.uint8)
+        if self.rank == 0:
+            length.fill_(written.numel())
+        try:
+            for step in range(2):
+                given = (
+                    length if step == 0 else written if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
+                )
+                dist.broadcast(given, 0, group=self.messenger.group, async_op=True).wait(timedelta(seconds=limit))
+        except RuntimeError as error:
+            raise lost(self.roles, [0], limit) from error
+        found: dict[str, Any] = json.loads(given.numpy().tobytes())
+        return found
+
+    def serve(self) -> Report:
+        """Keep curvature until the inner ranks have finished; what the first of them reports."""
+        if self.server is None:
+            raise InputError(
+                "This method has no inverse that learns, so a curvature rank would have nothing to do. Use curvature_ranks=0 to"
+                " share the inner loop alone."
+            )
+        return self.server.serve()
+
+    def finish(self, report: Callable[[], Report]) -> None:
+        """Let the curvature ranks go, with a report of the first inner rank."""
+        if self.client is not None:
+            self.client.finish(report() if self.rank == 0 else Report({}, []))
+
+    def fail(self, error: BaseException) -> None:
+        """Write for the others why this process stops, and leave them."""
+        if self._store is not None and not isinstance(error, PeerError):
+            reason = error.reason if isinstance(error, NhgdError) else str(error)
+            why = "it was interrupted." if isinstance(error, KeyboardInterrupt) else reason or type(error).__name__
+            _within(2.0, lambda: self._store.set(f"left/{self.rank}", json.dumps(why)))
+        self.close()
+
+    def root_cause(self, error: NhgdError) -> NhgdError:
+        """The error of the process that failed first, or the name of the one that is missing."""
+        if not isinstance(error, PeerError) or self._store is None:
+            return error
+        return _within(ROLL_CALL_SECONDS + 1.0, lambda: self._roll_call(error)) or error
+
+    def _roll_call(self, error: PeerError) -> PeerError:
+        roles = self.roles
+        missing = [other for other in range(roles.world) if other != self.rank]
+        self._store.set(f"left/{self.rank}", "null")  # as the others: no error of its own
+        deadline = time.monotonic() + ROLL_CALL_SECONDS
+        while missing and time.monotonic() < deadline:
+            for other in [other for other in missing if self._store.check([f"left/{other}"])]:
+                why = json.loads(self._store.get(f"left/{other}"))
+                if why is not None:
+                    return PeerError(f"{roles.called(other)} stopped: {why}", other, roles.role(other))
+                missing.remove(other)
+            time.sleep(0.02)
+        return lost(roles, missing, error.silent) if missing else error
+
+    def close(self) -> None:
+        """Close the connections to the others, who see it if they still wait for this process."""
+        groups, self._groups, self.messenger = self._groups, [], None
+        for user in (self.client, self.server):
+            if user is not None:
+                user.close()
+        if isinstance(self.team, Team):
+            self.team.close()
+        if self.server is None or not self.server.is_receiving:
+            _within(2.0, lambda: _destroy(groups))
+
+
+def _within(seconds: float, work: Callable[[], T]) -> T | None:
+    """What some work gives, or None where it fails or takes too long: a store that is gone may never answer."""
+    found: list[T] = []
+
+    def run() -> None:
+        with suppress(RuntimeError, ValueError):
+            found.append(work())
+
+    thread = threading.Thread(target=run, name="nhgd group", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
+
+
+def _destroy(groups: Sequence[Any]) -> None:
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def _environment_store(rank: int, limit: float) -> Any:
+    """The store that the environment names. The agent that started the processes keeps it, or the first of them."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = keep_store(host, port, limit, shared=True)
+    else:
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit), wait_for_workers=False)
+    return PrefixStore(f"nhgd/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _backend() -> str:
+    """gloo for main memory, NCCL beside it where every process of this machine has a GPU of its own."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    enough = torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= local
+    return "cpu:gloo,cuda:nccl" if enough else "gloo"
