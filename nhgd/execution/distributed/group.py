@@ -125,6 +125,8 @@ class Processes(Group):
         """Why the processes could not be connected: who was not there."""
         others = [other for other in range(self.roles.world) if other != self.rank]
         found = _within(2.0, lambda: [o for o in others if not self._store.check([f"here/{o}"])])
+        if found is None and self.rank and not _agent_keeps_store():
+            found = [0]  # which keeps the store that does not answer
         if not found:
             return RunError(
                 f"The processes could not be connected within {limit:g} s: look at the network between them, and whether"
@@ -181,7 +183,7 @@ class Processes(Group):
 
     def root_cause(self, error: NhgdError) -> NhgdError:
         """The error of the process that failed first, or the name of the one that is missing."""
-        if not isinstance(error, PeerError) or self._store is None:
+        if not isinstance(error, PeerError) or self.messenger is None:  # those who never met have nobody to call
             return error
         return _within(ROLL_CALL_SECONDS + 1.0, lambda: self._roll_call(error)) or error
 
@@ -233,11 +235,15 @@ def _destroy(groups: Sequence[Any]) -> None:
 def _environment_store(rank: int, limit: float) -> Any:
     """The store that the environment names. The agent that started the processes keeps it, or the first of them."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if rank == 0 and not _agent_keeps_store():
         store = keep_store(host, port, limit, shared=True)
     else:
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit), wait_for_workers=False)
     return PrefixStore(f"nhgd/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _agent_keeps_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _backend() -> str:
