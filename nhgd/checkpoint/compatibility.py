@@ -54,6 +54,7 @@ def check_signature(path: Path, was: dict[str, Any], problem: Bilevel) -> None:
 def _looks(tensor: Tensor) -> str:
     """The dtype and the shape in words.
 
+    >>> import torch
     >>> _looks(torch.zeros(2, 3))
     'float32 of shape (2, 3)'
     """
