@@ -145,7 +145,7 @@ def test_options_of_clean_that_cannot_be():
     assert "Did you mean 'colour'?" in refusal(*clean(good, GOOD, "--ignore", "color"))
     assert "Did you mean 'colour'?" in refusal(*clean(good, GOOD, "--categorical", "coluor"))
     for option in ("--ignore", "--categorical"):
-        assert f"can be no column for {option}" in refusal(*clean(good, GOOD, option, "y"))
+        assert f"cannot also be passed to {option}" in refusal(*clean(good, GOOD, option, "y"))
     assert "no column beside the label" in refusal(*clean(good, GOOD, "--ignore", "size,weighed,colour"))
     assert "cannot be read" in refusal("clean", "nothing.csv", "--label", "y")
     assert "cannot be read" in refusal("clean", ".", "--label", "y")
