@@ -8,17 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import EntryPoint, entry_points
 from inspect import isabstract
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from nhgd._validation import is_class
 from nhgd.errors import InputError, NhgdError, unknown
+
+T = TypeVar("T")
 
 
 class GuestWarning(UserWarning):
     """What another package adds by entry point cannot be used."""
 
 
-class Registry(Mapping[str, type]):
+class Registry(Mapping[str, type[T]], Generic[T]):
     """A kind of thing by name: those given, then those installed under an entry-point group.
 
     Another package adds a method without touching this one by writing in its pyproject.toml, for example:
@@ -30,33 +32,33 @@ class Registry(Mapping[str, type]):
     used is left out, with a warning that names its package.
     """
 
-    def __init__(self, kind: str, base: type, members: Iterable[object]) -> None:
+    def __init__(self, kind: str, base: type[T], members: Iterable[object]) -> None:
         self.kind = kind
         self.group = f"nhgd.{kind}s"
         self.base = base
-        self._own: dict[str, type] = {
+        self._own: dict[str, type[T]] = {
             vars(m)["name"]: m for m in members if isinstance(m, type) and issubclass(m, base) and "name" in vars(m)
         }
-        self._plugins: dict[str, type] | None = None
+        self._plugins: dict[str, type[T]] | None = None
         self._owners: dict[str, str] = {}
 
-    def _all(self) -> dict[str, type]:
+    def _all(self) -> dict[str, type[T]]:
         if self._plugins is None:
-            guests: dict[str, type] = {}
+            plugins: dict[str, type[T]] = {}
             for entry in entry_points(group=self.group):
                 found = self._loaded(entry)
                 if found is None:
                     continue
-                if entry.name in self._own or entry.name in guests:
+                if entry.name in self._own or entry.name in plugins:
                     holder = "nhgd itself" if entry.name in self._own else "another package"
                     self._warn(entry, f"has the name of one of {holder}, which is the one that is taken")
                     continue
-                guests[entry.name] = found
+                plugins[entry.name] = found
                 self._owners[entry.name] = _owner(entry)
-            self._plugins = guests
+            self._plugins = plugins
         return self._plugins | self._own
 
-    def _loaded(self, entry: EntryPoint) -> type | None:
+    def _loaded(self, entry: EntryPoint) -> type[T] | None:
         """What a package offers, or None, with a warning, where that is no use: nobody's work is to end for it."""
         try:
             with redirect_stdout(sys.stderr):  # where a command prints one JSON object and nothing else
@@ -98,7 +100,13 @@ class Registry(Mapping[str, type]):
                 " of it instead, or mend the package."
             ) from error
 
-    def __getitem__(self, name: str) -> type:
+    def make(self, name: str, **settings: Any) -> T:
+        """One of this name."""
+        cls = self[name]
+        with self.making(name):
+            return cls(**settings)
+
+    def __getitem__(self, name: str) -> type[T]:
         if not isinstance(name, str):
             raise InputError(f"The {self.kind} is given by a name or as an object; got a {type(name).__name__}.")
         if name in self._own:
@@ -111,7 +119,7 @@ class Registry(Mapping[str, type]):
     def __contains__(self, name: object) -> bool:
         return name in self._all()
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._all())
 
     def __len__(self) -> int:

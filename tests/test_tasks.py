@@ -22,9 +22,9 @@ from nhgd.oracle import Oracle
 from nhgd.task import L2, Cleaning, Quadratic
 from nhgd.task._classifier import Split, fit, largest_curvature, softmax_classifier
 from nhgd.task._labels import NOISES, area, corrupt, detection_scores
+from nhgd.task._overfitting import OverfittingWarning
 from nhgd.task._parser import convert, kinds
 from nhgd.task._weighting import WEIGHTINGS, ByLoss, ByNet, Clip, Sigmoid
-from nhgd.task.cleaning import OverfittingWarning
 from tests import catalogue, idx_files, oracles
 
 CPU = torch.device("cpu")

@@ -71,10 +71,7 @@ def resolve(method: str | AbstractAlgorithm) -> AbstractAlgorithm:
             f"A method is a name or an object such as nhgd.algorithm.AID(); got a {type(method).__name__}."
         )
     if method in ALGORITHMS:
-        with ALGORITHMS.making(method):
-            made = ALGORITHMS[method]()
-        assert isinstance(made, AbstractAlgorithm)
-        return made
+        return ALGORITHMS.make(method)
     known = presets()
     if method in known:
         return known[method]

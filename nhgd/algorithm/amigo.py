@@ -13,7 +13,7 @@ from nhgd.errors import counted, positive
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse import QuadraticSGD
-from nhgd.inverse._krylov.spectrum import largest_eigenvalue
+from nhgd.inverse._krylov.richardson import safe_step
 from nhgd.loop.loop import Loop, StepInfo
 
 HALVINGS = 4  # of a beta that was found here: what more it takes is said aloud
@@ -75,8 +75,7 @@ class AmIGO(AbstractAlgorithm):
         at = loop.oracle(loop.inner_batches(self.K), loop.outer.next())
         beta = state.beta
         if beta is None:
-            top = largest_eigenvalue(at, loop.problem.theta.flat(), 10)
-            beta = 1.0 / top if top > 0 else 1.0
+            beta = safe_step(at, loop.problem.theta.flat(), 10)
         batch = loop.inner_batch()
 
         def cross(x: Tensor) -> list[Tensor]:

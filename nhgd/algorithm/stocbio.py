@@ -14,7 +14,7 @@ from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, counted, positive, unknown
-from nhgd.inverse._krylov.spectrum import largest_eigenvalue
+from nhgd.inverse._krylov.richardson import safe_step
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.loop.neumann_estimate import Sample, check_series, scaled
 
@@ -97,8 +97,7 @@ class StocBiO(AbstractAlgorithm):
         losses = [loop.inner_step() for _ in range(loop.settings.inner_steps)]
         outer, cross, phi = loop.outer.next(), loop.inner_batch(), state.phi
         if phi is None:
-            top = largest_eigenvalue(loop.oracle([cross], None), loop.problem.theta.flat(), 10)
-            phi = 1.0 / top if top > 0 else 1.0
+            phi = safe_step(loop.oracle([cross], None), loop.problem.theta.flat(), 10)
         sample = Sample(outer, cross, self._factors(loop, phi), None, loop.seed())
         found, phi = scaled(loop, sample, self.phi, phi)
         norm = loop.move_v(found.leaves)

@@ -14,7 +14,7 @@ from nhgd.algorithm.aid import check_batches
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.data.batch import Batch, move, sizes
 from nhgd.errors import InverseWarning, NonFiniteError, counted
-from nhgd.inverse._krylov.spectrum import largest_eigenvalue
+from nhgd.inverse._krylov.richardson import safe_step
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.loop.neumann_estimate import check_series, draw, estimate
 
@@ -119,8 +119,7 @@ class VRBO(AbstractAlgorithm):
         at = loop.oracle(loop.inner_batches(self.large), None)
         u, in_v = self._outer(loop)
         if phi is None:
-            top = largest_eigenvalue(at, u, 10)
-            phi = 1.0 / top if top > 0 else 1.0
+            phi = safe_step(at, u, 10)
         for _ in range(8):
             total = term = u
             for _ in range(self.K):

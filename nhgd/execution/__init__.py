@@ -35,17 +35,14 @@ def resolve(execution: str | AbstractExecutor, **settings: Any) -> AbstractExecu
             )
         return execution
     name, _, argument = execution.partition(":")
-    kind: Any = EXECUTIONS[name]
+    kind = EXECUTIONS[name]
     if argument:
         given["device"] = argument
     known = inspect.signature(kind).parameters
     for key in given:
         if key not in known:
             raise InputError(f"{name} execution has no {key}. It has: {', '.join(known) or 'nothing to set'}.")
-    with EXECUTIONS.making(name):
-        made = kind(**given)
-    assert isinstance(made, AbstractExecutor)
-    return made
+    return EXECUTIONS.make(name, **given)
 
 
 __all__ = [

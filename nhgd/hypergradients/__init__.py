@@ -28,10 +28,7 @@ def resolve(estimator: str | AbstractHypergradient) -> AbstractHypergradient:
     """An estimator from its name, with default settings, or from itself."""
     if isinstance(estimator, AbstractHypergradient):
         return estimator
-    with ESTIMATORS.making(estimator):
-        made = ESTIMATORS[estimator]()
-    assert isinstance(made, AbstractHypergradient)
-    return made
+    return ESTIMATORS.make(estimator)
 
 
 @validated_but("estimator", "inverse")

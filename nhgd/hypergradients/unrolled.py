@@ -12,7 +12,7 @@ from torch import Tensor
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError, counted, positive
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
-from nhgd.inverse._krylov.spectrum import largest_eigenvalue
+from nhgd.inverse._krylov.richardson import safe_step
 from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.objective import Objective, OracleCalls, twice_differentiable
 from nhgd.oracle import Oracle
@@ -132,8 +132,8 @@ class Unrolled(AbstractHypergradient):
         calls = OracleCalls() if calls is None else calls
         lr = self.lr
         if lr is None:
-            top = largest_eigenvalue(Oracle(problem, inner_batches, seed=seed, calls=calls), problem.theta.flat(), 20)
-            lr = 1.0 / top if top > 0 else 1.0
+            at = Oracle(problem, inner_batches, seed=seed, calls=calls)
+            lr = safe_step(at, problem.theta.flat(), 20)
         kept = self.steps if self.truncate is None else self.truncate
         order = [inner_batches[t % len(inner_batches)] for t in range(self.steps)]
         first, last = order[: self.steps - kept], order[self.steps - kept :]

@@ -52,13 +52,11 @@ def resolve(inverse: str | AbstractInverse) -> AbstractInverse:
         settings["inverse"] = resolve(name.removeprefix("refined-"))
         name = "refined"
     cls = INVERSES[name]
-    assert issubclass(cls, AbstractInverse)
     if number:
         if cls.steps_field is None:
             raise InputError(f"{name} takes no number of steps, so {inverse!r} means nothing. Use {name!r}.")
         settings[cls.steps_field] = int(number)
-    with INVERSES.making(name):
-        return cls(**settings)
+    return INVERSES.make(name, **settings)
 
 
 def refined(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nhgd.data.batch import Batch
 from nhgd.errors import InverseWarning, counted, positive, unknown
-from nhgd.inverse._krylov.spectrum import largest_eigenvalue
+from nhgd.inverse._krylov.richardson import safe_step
 from nhgd.loop.loop import Loop
 
 Estimator = Literal["sum", "randomised"]
@@ -106,8 +106,7 @@ def scaled(
     phi = last if given is None else given
     if phi is None:
         at = loop.oracle([sample.cross], None, sample.seed)
-        top = largest_eigenvalue(at, loop.problem.theta.flat(), power_steps)
-        phi = 1.0 / top if top > 0 else 1.0
+        phi = safe_step(at, loop.problem.theta.flat(), power_steps)
     found = estimate(loop, sample, phi)
     for _ in range(8):
         if given is not None or not found.grew:

@@ -20,7 +20,6 @@ def resolve(task: str | AbstractTask, preset: str = "default") -> AbstractTask:
     if isinstance(task, AbstractTask):
         return task
     cls = TASKS[task]
-    assert issubclass(cls, AbstractTask)
     with TASKS.making(task):
         return cls.preset(preset)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nhgd._randomness import Randomness
-from nhgd._solution import Row, Solution
+from nhgd._solution import Solution
 from nhgd.algorithm import AbstractAlgorithm
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, counted, not_negative, positive
@@ -26,12 +25,12 @@ from nhgd.problem import Bilevel
 from nhgd.task._classifier import Architecture, Split, accuracy, mean_cross_entropy
 from nhgd.task._images import CLASSES, mean_and_deviation, read
 from nhgd.task._labels import NOISES, corrupt, detection_scores, with_every_class
+from nhgd.task._overfitting import overfitting
 from nhgd.task._weighted_training import WeightedTraining, inner_settings, nhgd_for, outer_settings
 from nhgd.task._weighting import WEIGHTINGS
 from nhgd.task.base import AbstractTask, Instance
 
 DATASETS = ("auto", "digits", "mnist")
-WORST_RISE, WORST_GAP = 0.1, 0.5  # beyond either, a run is said to overfit
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,6 @@ class LabelSets:
     wrong: Tensor
     side: int
     pixels: Tensor  # the training images as they were, (N, P), between 0 and 1
-
-
-class OverfittingWarning(UserWarning):
-    """The weights follow the trusted samples further than those tell about others."""
 
 
 @final
@@ -371,36 +366,3 @@ class CleaningInstance(Instance):
     def solve_inner(self) -> float:
         """By Newton's method."""
         return self.training.solve_exactly(self.problem, 3e-3 if self.task.dtype == "float32" else 1e-6)
-
-
-def overfitting(first: Row, best: Row, end: Row, by_loss: bool) -> dict[str, float]:
-    """How far the weights follow the trusted samples further than those tell about others; too far, and it warns.
-
-    overfitting: by which part the evaluation loss rose from its least while the trusted loss went on falling, 0 where it
-    did not. gap: by which part the trusted loss is below the evaluation loss, less what it was after the first step. It
-    warns when the one is above a tenth or the other above a half.
-
-    Args:
-        first, best, end: losses after the first step, where that on the evaluation split was least, and at the end.
-        by_loss: whether one function weighs all samples already.
-
-    >>> first = {"evaluation_loss": 0.5, "outer_loss": 0.5}
-    >>> best = {"step": 5, "evaluation_loss": 0.4, "outer_loss": 0.4}
-    >>> end = {"evaluation_loss": 0.42, "outer_loss": 0.315}
-    >>> {key: round(value, 3) for key, value in overfitting(first, best, end, by_loss=True).items()}
-    {'overfitting': 0.05, 'gap': 0.25}
-    """
-    fell = end["outer_loss"] < best["outer_loss"]
-    rise = float(end["evaluation_loss"] / best["evaluation_loss"] - 1) if fell else 0.0
-    gap = float(first["outer_loss"] / first["evaluation_loss"] - end["outer_loss"] / end["evaluation_loss"])
-    if rise > WORST_RISE or gap > WORST_GAP:
-        remedy = "" if by_loss else ", or weights=loss, which has two parameters in place of one for each sample"
-        warnings.warn(
-            "The weights overfit the trusted samples: at the end the loss is"
-            f" {end['outer_loss']:.3g} on those and {end['evaluation_loss']:.3g} on the evaluation split, where it was"
-            f" {best['evaluation_loss']:.3g} after step {best['step']:g}. Use the numbers of that step, which are those"
-            f" without final_. To reduce overfitting, use fewer outer steps or more trusted samples{remedy}.",
-            OverfittingWarning,
-            stacklevel=2,
-        )
-    return {"overfitting": rise, "gap": gap}

@@ -28,7 +28,7 @@ def richardson(
         r = residual(x, r)
 
 
-def safe_step(at: Oracle, like: Tensor, power_steps: int, damping: float) -> float:
+def safe_step(at: Oracle, like: Tensor, power_steps: int, damping: float = 0.0) -> float:
     """1 / lambda_max of H + damping I from a power iteration, with which the iteration converges; 1 where H vanishes."""
     top = largest_eigenvalue(at, like, power_steps) + damping
     return 1.0 / top if top > 0 else 1.0
