@@ -111,9 +111,10 @@ class Running:
         found, status = os.waitpid(self.pid, 0 if wait else os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if found else None
 
-    def kill(self) -> None:
+    def kill(self) -> bool:
+        """Whether it was killed, and had not ended by itself the moment before."""
         os.kill(self.pid, signal.SIGKILL)
-        assert self.ended(wait=True) == -signal.SIGKILL
+        return self.ended(wait=True) == -signal.SIGKILL
 
 
 def contents(place: Path) -> tuple[dict[str, torch.Tensor], list[Any], int]:
@@ -173,8 +174,7 @@ def tried(number: int, seed: int) -> dict[str, Any]:
             running = Running(case, case.words(place, every), folder / "log")
             if waited_for(running, lambda: exists(place)):  # noqa: B023
                 time.sleep(choose.uniform(0, 0.9 * longest / (1 + attempt)))
-                if running.ended() is None:
-                    running.kill()
+                if running.ended() is None and running.kill():
                     break
         else:
             raise RuntimeError(f"{case} could not be killed in time.")
@@ -238,6 +238,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--resume", action="store_true", help="keep the trials that the file holds already")
     parser.add_argument("--within", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.within:
@@ -245,7 +246,8 @@ def main() -> None:
         return
     if given.out is None:
         parser.error("name a file for the results")
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = json.loads(given.out.read_text())["trials"] if given.resume else []
+    done = {row["number"] for row in rows}
     lock = Lock()
 
     def work(numbers: Sequence[int]) -> None:
@@ -270,8 +272,9 @@ def main() -> None:
         if process.returncode:
             raise RuntimeError(f"The trials {list(numbers)} could not be finished.")
 
+    left = [number for number in range(given.times) if number not in done]
     with ThreadPoolExecutor(given.jobs) as pool:
-        list(pool.map(work, [range(job, given.times, given.jobs) for job in range(given.jobs)]))
+        list(pool.map(work, [left[job :: given.jobs] for job in range(given.jobs)]))
     print(json.dumps(summary(rows), indent=1))
 
 
