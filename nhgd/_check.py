@@ -170,7 +170,7 @@ def _report(
         known if inverses is None else [inverses] if isinstance(inverses, (str, AbstractInverse)) else list(inverses)
     )
     if not asked:
-        raise InputError("inverses is empty. Name some, for example ['kfac', 'cg'], or leave it away for all of them.")
+        raise InputError("inverses is empty. Name some, for example ['kfac', 'cg'], or omit it for all of them.")
     chosen = [resolve(i) for i in asked]
     labels = [i if isinstance(i, str) else i.label for i in asked]
     # Two of one kind are told apart by their settings.

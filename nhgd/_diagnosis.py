@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nhgd._progress import Tick
-from nhgd._reference import Dense, Iterative, Reference, Solved
+from nhgd._reference import Dense, ByProducts, Reference, Solved
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError, percent
 from nhgd.oracle import Oracle, OuterGradient
@@ -76,7 +76,7 @@ def diagnosed(at: Oracle, batches: list[Batch], seed: int, dense_below: int, tic
     else:
         tick(0.0, "reference: preconditioned conjugate gradients")
         steps = min(20 * size, 5000)
-        reference = Iterative(at, batches, seed, lambda done: tick(0.4 * done, "reference"), steps)
+        reference = ByProducts(at, batches, seed, lambda done: tick(0.4 * done, "reference"), steps)
     outer = at.outer()
     adjoint = reference.solve(outer.theta)
     hvps, method = at.calls.hvps - before, reference.method

@@ -67,14 +67,14 @@ _FULL = (
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """A sentence where an error says that memory does not suffice, of a GPU or of the machine; else None.
+    """A sentence where an error says that memory ran out, of a GPU or of the machine; else None.
 
     >>> out_of_memory(MemoryError())
-    'The memory does not suffice. Choose smaller sizes or batches, or a larger machine.'
+    'Out of memory. Choose smaller sizes or batches, or a larger machine.'
     """
     said = str(error)
     of_its_kind = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     if not of_its_kind and not (isinstance(error, (RuntimeError, ValueError)) and any(text in said for text in _FULL)):
         return None
     first = said.splitlines()[0].removesuffix(".") if said else ""
-    return f"The memory does not suffice{f': {first}' if first else ''}. Choose smaller sizes or batches, or a larger machine."
+    return f"Out of memory{f': {first}' if first else ''}. Choose smaller sizes or batches, or a larger machine."

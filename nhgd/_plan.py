@@ -99,7 +99,7 @@ def plan(
         raise InputError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
     if inner_batch is not None and batch_size is not None:
         raise InputError(
-            "plan takes the samples of the batch it is given, so batch_size would be ignored. Leave it away."
+            "plan takes the samples of the batch it is given, so batch_size would be ignored. Omit it."
         )
     prices = _Prices(theta.device, theta.dtype)
     if inner_batch is None:

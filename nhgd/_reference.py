@@ -83,7 +83,7 @@ class Dense:
         return Solved(x if error <= solved(u.dtype) else None, residual, outside, error)
 
 
-class Iterative:
+class ByProducts:
     """By preconditioned conjugate gradients; where those meet curvature that is not positive, by minimal residuals.
 
     The first are begun again from where they stood until the true residual falls no further. The second find a solution with

@@ -192,7 +192,7 @@ class Solver:
     ) -> Solver:
         """A solver that stands where the run in a checkpoint stood, and goes on bit for bit as that would have.
 
-        Its next `run` is the continuation of the one that was broken off: the steps and the seconds of that count. So
+        Its next `run` continues the interrupted one: the steps and the seconds of that count. So
         `run(steps=1000)` ends where an unbroken `run(steps=1000)` would have ended, and `run()` takes the stop rules of then.
 
         Args:

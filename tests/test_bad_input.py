@@ -560,7 +560,7 @@ def test_sentences_with_other_peoples_characters_take_one_line():
 
 @pytest.mark.parametrize(
     ("size", "words"),
-    [(10**8, "memory does not suffice"), (10**13, "memory does not suffice"), (10**30, "between -2^63 and 2^63")],
+    [(10**8, "Out of memory"), (10**13, "Out of memory"), (10**30, "between -2^63 and 2^63")],
 )
 def test_more_than_the_machine_has_is_a_sentence(size, words):
     sentence = refusal("run", "quadratic", "--set", f"dim={size}", code=2 if size > 2**63 else 1)
@@ -577,7 +577,7 @@ def test_what_says_that_memory_is_full():
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore"),
     ):
         sentence = out_of_memory(error)
-        assert sentence.startswith("The memory does not suffice")
+        assert sentence.startswith("Out of memory")
         assert "\n" not in sentence
     with pytest.raises(MemoryError) as caught:
         np.zeros(2**50)

@@ -78,7 +78,7 @@ class ITD(AbstractAlgorithm):
         if callable(loop.settings.project):
             raise InputError(
                 "ITD differentiates through its steps, which it cannot through a function that changes theta in place. Give"
-                " project a radius, or leave it away."
+                " project a radius, or omit it."
             )
         return ITDState(loop.problem.theta.flat())
 

@@ -1,4 +1,4 @@
-"""What is kept of a run, so that it can go on after it was broken off."""
+"""What is kept of a run, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 

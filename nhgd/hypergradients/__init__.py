@@ -64,7 +64,7 @@ def hypergradient(
     chosen = resolve(estimator)
     if inverse is not None and not chosen.inverts:
         raise InputError(
-            f"The estimator {chosen.name} applies no inverse, so inverse={inverse!r} would be ignored. Leave it away, or use"
+            f"The estimator {chosen.name} applies no inverse, so inverse={inverse!r} would be ignored. Omit it, or use"
             " estimator='implicit'."
         )
     device = problem.theta.device
