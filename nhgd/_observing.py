@@ -10,7 +10,8 @@ with nhgd.observing(problem, inverse="kfac") as curvature:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nhgd._autocast import set_aside
-from nhgd._recording.accounting import Call
+from nhgd._recording.accounting import Call, LayerCall
 from nhgd._recording.recorder import Recorder
 from nhgd._validation import validated_but
 from nhgd.data.batch import Batch, first_bad, move
@@ -71,6 +72,10 @@ def observing(problem: Bilevel, inverse: str | AbstractInverse = "kfac", seed: i
 class Observer:
     """What is learnt of a training loop, and the hypergradients that follow from it; `observing` makes it.
 
+    A loss of the user's own, computed by theta's layers inside the block and differentiated by `backward()`, is observed as it is,
+    unless `inner` or `observe` is used: it is taken for the mean over samples of weight one, which `stats.notes["assumed"]` says.
+    Only layers tell of it, so all of theta must belong to Linear and Conv2d layers; else use `inner` or `observe`.
+
     Every `inner` or `observe` counts once its loss was differentiated: several of them before a step of the optimiser, as in
     gradient accumulation, are several batches at one theta, and a factor on a loss is none on its curvature.
 
@@ -94,6 +99,10 @@ class Observer:
         self._own_loss = False  # whether a loss of the user's own was observed
         self._hooks: list[RemovableHandle] = []
         self._depth = 0
+        self._working = False  # whether derivatives are taken here, and not by the user's loop
+        self._asked = False  # whether losses come by `inner` or `observe`
+        self._scores: list[tuple[LayerCall, Tensor]] = []  # of the backward pass that is under way
+        self._refusal: str | None = None  # why a backward pass could not be learnt from
         self._passes: deque[list[Call]] = deque(maxlen=PASSES)
         self._recorder: Recorder | None = None
         if self._learner is not None:
@@ -117,6 +126,15 @@ class Observer:
         self._hooks.clear()
         self._passes.clear()
 
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Inside, passes are the observer's own, and none of them is observed."""
+        before, self._working = self._working, True
+        try:
+            yield
+        finally:
+            self._working = before
+
     def inner(self, batch: Batch) -> Tensor:
         """The problem's inner objective on a batch, ridge included, to be differentiated in theta by `backward()`.
 
@@ -124,13 +142,15 @@ class Observer:
         """
         batch = move(one_batch(batch, "batch"), self.problem.theta.device)
         if not torch.is_grad_enabled():
-            with set_aside():
+            with set_aside(), self._at_work():
                 return (self.problem.losses(batch).mean() + self.problem.ridge()).detach()
         bad = first_bad(batch) if self.steps == 0 else None
         if bad:
             raise InputError(f"The inner batch holds nan or inf: {bad}. Remove or impute such samples first.")
         self._begin()
-        found = Objective(self.problem, batch).step(self._recorder_due() or NO_TAP, self.calls)
+        self._asked = True
+        with self._at_work():
+            found = Objective(self.problem, batch).step(self._recorder_due() or NO_TAP, self.calls)
         self._passes.clear()
         self._last = batch
         return self._loss(found.value, found.gradient, found.record)
@@ -141,7 +161,11 @@ class Observer:
         They must have been computed from theta inside the block, one for each sample of a batch. Their mean is taken for the
         inner objective without its ridge, with weights of one unless `Losses` says otherwise.
         """
-        given = Losses(losses) if isinstance(losses, Tensor) else losses
+        self._asked = True
+        with self._at_work():
+            return self._observed(Losses(losses) if isinstance(losses, Tensor) else losses)
+
+    def _observed(self, given: Losses) -> Tensor:
         self._begin()
         calls = [call for noted in self._passes for call in noted]
         self._passes.clear()
@@ -187,11 +211,13 @@ class Observer:
                 "There is no inner batch to take derivatives on yet. Call inner(batch) first, or give inner_batch."
             )
         outer = move(one_batch(outer_batch, "outer_batch"), device)
+        if self._refusal is not None:
+            raise InputError(self._refusal)
         if self._recorder is not None and self.steps == 0:
             raise InputError(
                 f"{self.inverse.name} has learnt nothing yet. Call inner(batch), and backward() on what it returns, first."
             )
-        with set_aside():
+        with set_aside(), self._at_work():
             at = Oracle(problem, [inner], outer, self.seed, self.calls)
             found = measured(at, self.inverse, implicit(at, self.inverse, self.state))
         self._begun = False  # what comes next is the inner loop of another outer step
@@ -244,9 +270,49 @@ class Observer:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
-        call = None if self._recorder is None else self._recorder.taps.call(module, args, output)
-        if call is not None and self._passes:
-            self._passes[-1].append(call)
+        if self._recorder is None or self._working:
+            return
+        call = self._recorder.taps.call(module, args, output)
+        if call is None or not self._passes:
+            return
+        self._passes[-1].append(call)
+        if not self._asked:
+            self._await_score(call)
+
+    def _await_score(self, call: Call) -> None:
+        """Note the score of a layer's output when a backward pass of the user's own comes by."""
+        place = call.edge.output_nr
+        weight, bias, given, module, shape = call.weight, call.bias, call.input, call.module, call.output_shape
+
+        def note(scores: Sequence[Tensor | None]) -> None:
+            score = scores[place]
+            if self._working or self._asked or score is None or not self._hooks:
+                return
+            if not self._scores:
+                engine: Any = torch.autograd.Variable._execution_engine  # as DDP does
+                engine.queue_callback(self._end_of_backward)
+            # Without its places in the graph, which would hold the graph that holds this function.
+            self._scores.append((LayerCall(module, weight, bias, given, shape), score.detach()))
+
+        call.edge.node.register_prehook(note)
+
+    def _end_of_backward(self) -> None:
+        """Learn from the layers that a backward pass of the user's own went through."""
+        seen, self._scores = self._scores, []
+        self._begin()
+        self._own_loss = True
+        samples = seen[0][0].input.shape[0]
+        self.calls.inner_gradients += 1
+        self.calls.samples += samples
+        recorder, record = self._recorder_due(), None
+        if recorder is not None:
+            try:
+                with torch.no_grad():
+                    record = recorder.of_layers([call for call, _ in seen], [score for _, score in seen], samples)
+            except InputError as error:  # told when the curvature is asked for: a backward pass must not fail for it
+                self._refusal = str(error)
+                return
+        self._differentiated(record)
 
 
 class _Loss(torch.autograd.Function):

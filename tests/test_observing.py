@@ -185,6 +185,42 @@ def test_losses_of_ones_own(inverse: Any) -> None:
     assert "assumed" not in expected.stats.notes
 
 
+@pytest.mark.parametrize("inverse", ["kfac", "ekfac", "fisher_diagonal", "fisher_window", "fisher_dense"])
+def test_a_bare_backward_pass_is_observed(inverse: Any) -> None:
+    weighted, batches, outer_batch = made()
+    classes = int(max(batch[1].max() for batch in batches)) + 1
+    module = nn.Sequential(nn.Linear(batches[0][0].shape[1], 4), nn.Tanh(), nn.Linear(4, classes)).double()
+    problem = nhgd.Bilevel(plain, weighted.outer, module, normal(3), l2=lambda v: v.exp()[0], likelihood="categorical")
+    x, y, _ = batches[0]
+    with nhgd.observing(problem, inverse) as curvature:
+        (F.cross_entropy(module(x), y) + problem.ridge()).backward()
+        first = curvature.hypergradient(outer_batch, (x, y))
+        found = curvature.hypergradient(outer_batch, (x, y))  # whose own passes are none of the loop's
+    expected = nhgd.hypergradient(problem, (x, y), outer_batch, inverse)
+    torch.testing.assert_close(found.grad, expected.grad, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(first.grad, found.grad, rtol=0, atol=0)
+    assert curvature.steps == 1
+    assert found.stats.notes["assumed"] == "the mean over samples of weight one"
+
+
+def test_what_a_bare_backward_pass_does_not_tell() -> None:
+    problem, batches, outer_batch = made()
+    x, y, _ = batches[0]
+    module: Any = problem.theta.given
+    with nhgd.observing(problem, KFAC(fisher="sampled")) as curvature:
+        F.cross_entropy(module(x), y).backward()
+        with pytest.raises(nhgd.InputError, match=r"fisher='sampled' needs the model's outputs"):
+            curvature.hypergradient(outer_batch, batches[0])
+    with nhgd.observing(problem) as curvature:
+        F.cross_entropy(module(x), y).backward()
+        with pytest.raises(nhgd.InputError, match=r"'scale' belongs to no Linear or Conv2d layer"):
+            curvature.hypergradient(outer_batch, batches[0])
+    with nhgd.observing(problem) as curvature:  # a validation loss beside inner() is none of its business
+        curvature.inner(batches[0]).backward()
+        F.cross_entropy(module(x), y).backward()
+    assert curvature.steps == 1
+
+
 def test_no_hook_is_left_behind() -> None:
     problem, batches, _ = made()
     registered = nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks

@@ -26,16 +26,22 @@ _LEAF: type[Any] = type(torch.zeros((), requires_grad=True).expand(1).grad_fn.ne
 
 
 @dataclass
-class Call:
-    """One call of a Linear or Conv2d: its input, and where in the graph its input and its output were made."""
+class LayerCall:
+    """One call of a Linear or Conv2d: its input, and the shape of its output."""
 
     module: nn.Module
     weight: str
     bias: str | None
     input: Tensor
+    output_shape: torch.Size
+
+
+@dataclass
+class Call(LayerCall):
+    """A call, and where in the graph its input and its output were made."""
+
     source: GradientEdge | None
     edge: GradientEdge
-    output_shape: torch.Size
 
     @property
     def is_plain(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nhgd._recording.accounting import Call, Scores
+from nhgd._recording.accounting import Call, LayerCall, Scores
 from nhgd._recording.per_sample import OneSampleGradients
 from nhgd._recording.taps import TappedPass, Taps
 from nhgd._recording.verification import Verification
@@ -175,6 +175,26 @@ class Recorder(Tap):
             self.verification.settle(layers)
             return LayerStatistics(tuple(layers), others, rows, weights, losses.values.shape[0], part.parts)
         return PerSampleGradients(self._joined(layers, others, rows), losses.values.shape[0], part.parts)
+
+    def of_layers(self, calls: Sequence[LayerCall], scores: Scores, samples: int) -> InnerRecord:
+        """The record of a loss of which nothing is known but the layers it came through; taken for a mean over samples."""
+        if self.fisher != "empirical":
+            raise InputError(
+                f"fisher='{self.fisher}' needs the model's outputs, which a bare backward pass does not tell. Take the loss from"
+                " inner(batch), or give observe() the losses of the samples with their outputs."
+            )
+        losses = Losses(calls[0].input.new_zeros(samples, dtype=self.problem.theta.dtype))
+        layers = self.taps.layer_records(losses, calls, [scores])
+        covered = {name for layer in layers for name in (layer.weight, layer.bias)}
+        others = [name for name in self.problem.theta.names if name not in covered]
+        if others:
+            raise InputError(
+                f"{others[0]!r} belongs to no Linear or Conv2d layer that was called, so a bare backward pass does not tell its"
+                " curvature. Take the loss from inner(batch), or give observe() the losses of the samples."
+            )
+        if self.kind == "layer":
+            return LayerStatistics(tuple(layers), (), None, None, samples)
+        return PerSampleGradients(self._joined(layers, (), None), samples)
 
     def _constant_gradient(self, found: TappedPass, part: Part) -> Sequence[Tensor | None]:
         """The gradient with constant weights on the whole batch."""

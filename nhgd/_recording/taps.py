@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from nhgd._randomness import standing
-from nhgd._recording.accounting import Call, Scores, elsewhere, held, walked
+from nhgd._recording.accounting import Call, LayerCall, Scores, elsewhere, held, walked
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.objective import Pass
@@ -140,10 +140,10 @@ class Taps:
         base = output._base
         made = base if base is not None and base.numel() == output.numel() and output.is_contiguous() else output
         source = get_gradient_edge(given) if given.requires_grad else None
-        return Call(module, name, bias, given.detach(), source, get_gradient_edge(made), output.shape)
+        return Call(module, name, bias, given.detach(), output.shape, source, get_gradient_edge(made))
 
     def layer_records(
-        self, losses: Losses, calls: Sequence[Call], columns: Sequence[Scores], seeded: bool = False
+        self, losses: Losses, calls: Sequence[LayerCall], columns: Sequence[Scores], seeded: bool = False
     ) -> list[LayerRecord]:
         """Calls and their scores, one column a root, layer by layer. `seeded`: the scores are those of a likelihood's roots."""
         samples = losses.values.shape[0]
@@ -152,7 +152,7 @@ class Taps:
         # The backward pass of mean_i( w_i l_i ) gave w_i / B times a score, the one of r_ik . z_i the score itself.
         # The root of a negative weight is nan and stays so: a sample must not vanish without a word.
         scale = root if seeded else torch.where(root == 0, 0.0, samples / root)
-        grouped: dict[str, list[tuple[Call, tuple[Tensor, ...]]]] = {}
+        grouped: dict[str, list[tuple[LayerCall, tuple[Tensor, ...]]]] = {}
         for position, call in enumerate(calls):
             if call.output_shape[0] != samples or len(call.output_shape) < 2 or call.input.shape[0] != samples:
                 raise InputError(
