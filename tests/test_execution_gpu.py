@@ -269,7 +269,7 @@ def test_a_tensor_changed_after_the_launch_is_noticed(inverse):
     deadline = time.monotonic() + 20
     while executor._unfinished and time.monotonic() < deadline:
         time.sleep(0.01)  # launched by now, and not yet read
-    next(tensors(record)).add_(1)
+    tensors(record)[0].add_(1)
     with pytest.raises(nhgd.errors.RunError, match="changed in place"):
         executor.drain()
     executor.close()

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -127,21 +128,25 @@ def unbroken(device: str, steps: int) -> dict[str, Any]:
     return found["tensors"]
 
 
-def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    return found.keys() == expected.keys() and all((found[key] == expected[key]).all() for key in found)
+def same(found: dict[str, Any], expected: dict[str, Any], case: ExecutorCase) -> bool:
+    if found.keys() != expected.keys():
+        return False
+    if case.same_arithmetic:
+        return all((found[key] == expected[key]).all() for key in found)
+    return all(np.allclose(found[key], expected[key], rtol=1e-10, atol=1e-12) for key in found)
 
 
 @CASES
 def test_the_run_and_the_drained_state_are_those_of_inline_bit_for_bit(case):
     for answer in answers(case.name, case.device):
-        assert same(answer["run"]["tensors"], unbroken(case.device, 2))
+        assert same(answer["run"]["tensors"], unbroken(case.device, 2), case)
     assert any("inverse" in key or "curvature" in key for key in unbroken(case.device, 2)), "no state was compared"
 
 
 @CASES
 def test_a_kept_state_is_restored(case):
     for answer in answers(case.name, case.device):
-        assert same(answer["resumed"]["tensors"], unbroken(case.device, 4))
+        assert same(answer["resumed"]["tensors"], unbroken(case.device, 4), case)
 
 
 @CASES

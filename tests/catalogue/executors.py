@@ -17,12 +17,14 @@ class ExecutorCase:
         label: what tells this case from others of the same executor.
         device: where theta must be.
         processes: how many take part.
+        same_arithmetic: whether curvature is kept on the kind of device that theta is on, so that all bits are those of inline.
     """
 
     make: Callable[..., AbstractExecutor]
     label: str = ""
     device: str = "cpu"
     processes: int = 1
+    same_arithmetic: bool = True
 
     @property
     def name(self) -> str:
@@ -39,7 +41,7 @@ EXECUTORS = [
     ExecutorCase(Inline),
     ExecutorCase(Thread),
     ExecutorCase(on_the_cpu),
-    ExecutorCase(on_the_cpu, label="from a GPU", device="cuda"),
+    ExecutorCase(on_the_cpu, label="from a GPU", device="cuda", same_arithmetic=False),
     ExecutorCase(Stream, device="cuda"),
     ExecutorCase(Distributed, processes=2),
 ]
