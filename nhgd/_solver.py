@@ -6,7 +6,7 @@ import inspect
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ from nhgd._progress import bar
 from nhgd._randomness import Randomness
 from nhgd._solution import Metrics, Row, Solution, history_row, metric_values, statistics
 from nhgd._stagnation import Course, StagnationWarning, held_by
-from nhgd._validation import validated, validated_but
+from nhgd._validation import shown, validated, validated_but
 from nhgd.algorithm import AbstractAlgorithm, Loop, LoopSettings
 from nhgd.algorithm import resolve as resolve_algorithm
 from nhgd.checkpoint import CheckpointWriter, Progress, SavedCheckpoint, last_kept
@@ -193,7 +193,7 @@ class Solver:
         """A solver that stands where the run in a checkpoint stood, and goes on bit for bit as that would have.
 
         Its next `run` continues the interrupted one: the steps and the seconds of that count. So
-        `run(steps=1000)` ends where an unbroken `run(steps=1000)` would have ended, and `run()` takes the stop rules of then.
+        `run(steps=1000)` ends where an unbroken `run(steps=1000)` would have ended, and `run()` reuses the original stop rules.
 
         Args:
             path: the folder that was given as `checkpoint`; it is written to again, unless another is given.
@@ -395,6 +395,8 @@ class Solver:
         rules: list[AbstractStop[Any]] = [] if steps is None else [Steps(steps)]
         rules += [] if budget is None else [Budget(seconds(budget))]
         rules += [] if plateau is None else [Plateau(plateau)]
+        if isinstance(stop, Mapping) or not all(isinstance(rule, AbstractStop) for rule in stop):
+            raise InputError(f"stop takes a list of rules, such as nhgd.stop.Plateau(50), got {shown(stop)}.")
         rules += stop
         if self.executor.group.serves:
             return self._serve()

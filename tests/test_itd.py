@@ -235,7 +235,7 @@ def test_names(name):
             lambda: stepped(
                 catalogue.mlp_module, ITD(), inner_optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)
             ),
-            "Leave inner_optimizer away",
+            "Omit inner_optimizer",
         ),
         (lambda: stepped(catalogue.mlp_module, ITD(), project=lambda theta: None), "Give project a radius"),
     ],

@@ -125,7 +125,7 @@ def test_the_number_that_torch_chooses_by_itself_is_told_from_a_choice() -> None
 import os, sys, torch
 if sys.argv[1] != "before":
     import nhgd
-    from nhgd import threads
+    from nhgd import _threads as threads
 if sys.argv[1] != "nothing":
     torch.set_num_threads(1 + torch.get_num_threads())
 import nhgd
