@@ -18,7 +18,7 @@ from nhgd._progress import bar
 from nhgd._threads import on_suited_threads
 from nhgd._validation import validated
 from nhgd.data.batch import Batch, move
-from nhgd.data.loader import one_batch, reiterable
+from nhgd.data.loader import inner_batches, one_batch, reiterable
 from nhgd.errors import InputError, InverseWarning, check_seed
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import implicit, measured
@@ -152,13 +152,7 @@ def _report(
     progress: bool | None,
 ) -> Report:
     device = problem.theta.device
-    if inner_data is None:
-        batches = [one_batch(inner_batch, "inner_batch")]
-    else:
-        batches = list(reiterable(inner_data, "inner_data"))
-    if not batches:
-        raise InputError("inner_data yields no batch. Give it at least one, for example [(x, y)].")
-    batches = [move(batch, device) for batch in batches]
+    batches = inner_batches(inner_batch, inner_data, device)
     training_batches = (
         batches if learn_from is None else [move(b, device) for b in reiterable(learn_from, "learn_from")]
     )

@@ -254,7 +254,7 @@ class Observer:
                     f"{where} does not require a gradient, so that backward() would not reach it. Call"
                     f" {where}.requires_grad_() first."
                 )
-        made: Tensor = _Loss.apply(self, value, tuple(gradient), record, *own)  # type: ignore[no-untyped-call]
+        made: Tensor = _Loss.apply(self, value, tuple(gradient), record, *own)  # type: ignore[no-untyped-call]  # torch's own
         return made
 
     def _differentiated(self, record: InnerRecord | None) -> None:

@@ -72,7 +72,7 @@ def solved(
         raise InputError(f"The inner batch holds nan or inf: {bad}. Remove or impute such samples first.")
     device = problem.theta.device
     solution = _Solution(problem, [move(batch, device) for batch in batches], resolve_inverse(inverse), seed)
-    tensors: Sequence[Tensor] = _Theta.apply(solution, *_own_tensors(problem.v))  # type: ignore[no-untyped-call]
+    tensors: Sequence[Tensor] = _Theta.apply(solution, *_own_tensors(problem.v))  # type: ignore[no-untyped-call]  # torch's own
     return problem.theta.like(tensors) if isinstance(problem.theta.given, Tensor) else _named(problem.theta, tensors)
 
 

@@ -246,6 +246,17 @@ def one_batch(given: Any, name: str) -> Batch:
     return given
 
 
+def inner_batches(inner_batch: Batch, inner_data: Iterable[Batch] | None, device: torch.device) -> list[Batch]:
+    """Where the inner objective is taken: on inner_data if it is given, else on the one batch."""
+    if inner_data is None:
+        batches = [one_batch(inner_batch, "inner_batch")]
+    else:
+        batches = list(reiterable(inner_data, "inner_data"))
+    if not batches:
+        raise InputError("inner_data yields no batch. Give it at least one, for example [(x, y)].")
+    return [move(batch, device) for batch in batches]
+
+
 def reiterable(source: Iterable[Batch], name: str) -> Iterable[Batch]:
     """Return `source` if it can be walked over again and again, and refuse it with a sentence if not."""
     remedy = f"Pass {name}=nhgd.Data(x, y, batch=1024), a DataLoader, or a list of batches such as [(x, y)]."

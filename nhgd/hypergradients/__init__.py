@@ -12,7 +12,7 @@ from nhgd._cost import largest
 from nhgd._registry import Registry
 from nhgd._validation import validated_but
 from nhgd.data.batch import Batch, common_length, move
-from nhgd.data.loader import one_batch, reiterable
+from nhgd.data.loader import inner_batches, one_batch
 from nhgd.errors import InputError, NonFiniteError, check_seed
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
 from nhgd.hypergradients.implicit import Implicit, implicit
@@ -68,13 +68,7 @@ def hypergradient(
             " estimator='implicit'."
         )
     device = problem.theta.device
-    if inner_data is None:
-        batches = [one_batch(inner_batch, "inner_batch")]
-    else:
-        batches = list(reiterable(inner_data, "inner_data"))
-    if not batches:
-        raise InputError("inner_data yields no batch. Give it at least one, for example [(x, y)].")
-    batches = [move(batch, device) for batch in batches]
+    batches = inner_batches(inner_batch, inner_data, device)
     outer_batch = move(one_batch(outer_batch, "outer_batch"), device)
     found = resolve_inverse("cg" if inverse is None else inverse)
     work = largest(found if chosen.inverts else None, problem.theta, common_length(batches[0]) or 1)
