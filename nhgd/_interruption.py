@@ -10,7 +10,7 @@ from typing import Any
 
 
 @contextmanager
-def held_back(active: bool) -> Iterator[Callable[[], None]]:
+def held_back() -> Iterator[Callable[[], None]]:
     """Ctrl-C inside waits until the block, or its end, asks for it by calling what is given here. A second one does not wait.
 
     It is left alone where it means something else than KeyboardInterrupt, and outside the main thread, which alone hears it.
@@ -28,7 +28,7 @@ def held_back(active: bool) -> Iterator[Callable[[], None]]:
             raise KeyboardInterrupt
 
     in_main = threading.current_thread() is threading.main_thread()
-    if not active or not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield let_through
         return
     signal.signal(signal.SIGINT, hold)

@@ -282,6 +282,18 @@ class Bilevel:
                 " sigmoid, or use project_v=(0, 1)."
             )
 
+    def point(self) -> list[Tensor]:
+        """Copies of theta and v, each as one vector, and of their buffers."""
+        return [self.theta.flat(), self.v.flat(), *(copy for _, copy in (*self.theta.buffers(), *self.v.buffers()))]
+
+    def go_to(self, point: Sequence[Tensor]) -> None:
+        """Put theta, v and their buffers to a point, of any device."""
+        theta, v, *copies = point
+        self.theta.assign(theta.to(self.theta.device))
+        self.v.assign(v.to(self.v.device))
+        for (buffer, _), copy in zip((*self.theta.buffers(), *self.v.buffers()), copies, strict=True):
+            buffer.copy_(copy)
+
     @contextmanager
     def guarded(self, seed: int | None = None, live: bool = False) -> Iterator[None]:
         """The setting of every pass other than an inner step.

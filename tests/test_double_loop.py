@@ -219,7 +219,7 @@ def test_amigo_by_hand(make, halves, warm):
             x = x - PHI * (by_hand.H(next(by_hand.inner)) @ x - in_theta)
         by_hand.move(x, in_v, next(by_hand.inner))
     by_hand.assert_close(v, theta)
-    torch.testing.assert_close(running._state.adjoint, x, **CLOSE)
+    torch.testing.assert_close(running._progress.state.adjoint, x, **CLOSE)
 
 
 @pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")  # few steps of SGD
@@ -312,14 +312,14 @@ def test_vrbo_by_hand(make, halves, steps, q):
     v, theta, running = stepped(make, VRBO(K=K, phi=PHI, q=q), steps, halves)
     by_hand, h_theta, h_v = vrbo_by_hand(make, halves, steps, q)
     by_hand.assert_close(v, theta)
-    torch.testing.assert_close(running._state.in_theta, h_theta, **CLOSE)
-    torch.testing.assert_close(running._state.in_v, h_v, **CLOSE)
+    torch.testing.assert_close(running._progress.state.in_theta, h_theta, **CLOSE)
+    torch.testing.assert_close(running._progress.state.in_v, h_v, **CLOSE)
 
 
 def test_with_full_batches_the_corrections_of_vrbo_add_up_to_the_exact_directions():
     v, theta, running = stepped(catalogue.mlp_module, VRBO(K=K, phi=PHI, q=100), 5)
     problem, inner, _ = catalogue.mlp_module()
-    torch.testing.assert_close(running._state.in_theta, oracles.gradient(problem, inner, theta, v), **CLOSE)
+    torch.testing.assert_close(running._progress.state.in_theta, oracles.gradient(problem, inner, theta, v), **CLOSE)
 
 
 def test_large_batches_of_vrbo_may_be_counted():
@@ -344,11 +344,11 @@ def test_vrbo_sees_both_points_through_the_same_dropout():
     method = VRBO(K=K, phi=1e-3, q=10**6)
     running = nhgd.Solver(problem, [(x, y, torch.arange(12))], [(x, y)], method, inner_lr=1e-9, outer_lr=1e-9)
     running.step()
-    first = running._state
+    first = running._progress.state
     for _ in range(3):
         running.step()
-    torch.testing.assert_close(running._state.in_theta, first.in_theta, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(running._state.in_v, first.in_v, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(running._progress.state.in_theta, first.in_theta, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(running._progress.state.in_v, first.in_v, rtol=1e-5, atol=1e-6)
 
 
 def test_variance_reduction_removes_the_noise_that_constant_steps_leave():

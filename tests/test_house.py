@@ -49,6 +49,7 @@ ORDER = """
     algorithm
     checkpoint
     _solution _nonfinite
+    _start _outer_step
     _solver
     _reference
     _diagnosis

@@ -100,7 +100,7 @@ def test_two_iterations_of_soba_by_hand(make, halves):
     v, theta, running = stepped(make, SOBA(), 2, halves, **rates)
     torch.testing.assert_close(v, by.v, **CLOSE)
     torch.testing.assert_close(theta, by.theta, **CLOSE)
-    torch.testing.assert_close(running._state.adjoint, x, **CLOSE)
+    torch.testing.assert_close(running._progress.state.adjoint, x, **CLOSE)
 
 
 @HALVES
@@ -231,7 +231,7 @@ def test_three_iterations_of_fsla_by_hand(make, halves):
     v, theta, running = stepped(make, FSLA(momentum=eta, adjoint_lr=rho), 3, halves)
     torch.testing.assert_close(v, by.v, **CLOSE)
     torch.testing.assert_close(theta, by.theta, **CLOSE)
-    torch.testing.assert_close(running._state.adjoint, x, **CLOSE)
+    torch.testing.assert_close(running._progress.state.adjoint, x, **CLOSE)
 
 
 @PROBLEMS
@@ -239,7 +239,7 @@ def test_saba_with_one_batch_is_soba(make):
     ours, theirs = stepped(make, SABA(), 5), stepped(make, SOBA(), 5)
     assert torch.equal(ours[0], theirs[0])
     assert torch.equal(ours[1], theirs[1])
-    assert torch.equal(ours[2]._state.adjoint, theirs[2]._state.adjoint)
+    assert torch.equal(ours[2]._progress.state.adjoint, theirs[2]._progress.state.adjoint)
 
 
 @PROBLEMS
@@ -273,7 +273,7 @@ def test_iterations_of_saba_by_hand(make, monkeypatch):
         by.theta, x, by.v = by.theta - INNER * g, x - INNER * (Hx - in_theta), by.v - OUTER * (in_v - Xx)
     torch.testing.assert_close(v, by.v, **CLOSE)
     torch.testing.assert_close(theta, by.theta, **CLOSE)
-    torch.testing.assert_close(running._state.adjoint, x, **CLOSE)
+    torch.testing.assert_close(running._progress.state.adjoint, x, **CLOSE)
 
 
 def test_the_direction_of_saga_has_the_right_mean():
@@ -308,7 +308,7 @@ def test_sabas_partition_is_fixed_and_its_size_is_as_stated():
     assert sorted(map(len, set(seen))) == [2, 5, 5]  # three batches of 12 samples, the same ones all along
     assert frozenset.union(*set(seen)) == frozenset(range(12))
     assert seen[0] != frozenset(range(5))  # shuffled once
-    state, d, p = running._state, 4, 12
+    state, d, p = running._progress.state, 4, 12
     assert state.inner.rows.numel() == 3 * (2 * d + p)
     assert state.outer.rows.numel() == 3 * (d + p)
 
@@ -442,7 +442,7 @@ def test_momentum_begins_again_when_the_scale_is_halved(method):
     named = {"estimator": "sum"} if method is SUSTAIN else {}
     for factor in (64.0, 1.0):
         _, _, running = stepped(make, method(K=3, **named), 2)
-        state = running._state
+        state = running._progress.state
         state.in_v = torch.full_like(state.in_v, 1e3)
         state.phi = factor * state.phi
         by = Dense(make)
@@ -452,9 +452,9 @@ def test_momentum_begins_again_when_the_scale_is_halved(method):
         assert (phi < state.phi) == (factor > 1)
         plain = by.hypergradient(by.draw(3 if method is MRBO else 2), theta, v, phi)
         if factor > 1:
-            torch.testing.assert_close(running._state.in_v, plain, **CLOSE)
+            torch.testing.assert_close(running._progress.state.in_v, plain, **CLOSE)
         else:
-            assert float((running._state.in_v - plain).norm()) > 1e2
+            assert float((running._progress.state.in_v - plain).norm()) > 1e2
 
 
 def test_a_series_that_grows_with_the_given_scale_warns():
@@ -484,11 +484,11 @@ def test_the_point_before_sees_the_same_dropout(method):
     else:
         made = method(K=3, phi=0.1, inner_momentum=1e-12, outer_momentum=1e-12)
     _, _, running = stepped(dropout_problem, made, 1, inner_lr=1e-30, outer_lr=1e-30)
-    first = running._state
+    first = running._progress.state
     running.run(steps=3)
-    torch.testing.assert_close(running._state.in_v, first.in_v, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(running._progress.state.in_v, first.in_v, rtol=1e-9, atol=1e-12)
     if method is not FSLA:
-        torch.testing.assert_close(running._state.in_theta, first.in_theta, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(running._progress.state.in_theta, first.in_theta, rtol=1e-9, atol=1e-12)
         assert float(first.in_theta.norm()) > 1e-3
 
 

@@ -298,7 +298,7 @@ def behaviour(team: Team) -> Answers:
     torch.manual_seed(4)
     run = solver(team, made(net(dropout=0.5)), NHGD(KFAC(), cross="trajectory"), inner_lr=0.1)
     found["dropout"] = outcome(run, 3)
-    state = run._randomness.state()
+    state = run._progress.randomness.state()
     found["dropout"]["generator"] = [np.asarray(state["cpu"]), np.asarray(state["numpy"])]
     masks = []
     for seed in (1, 1, 2):

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from contextlib import suppress
 from pathlib import Path
 
+from nhgd.checkpoint.checkpoints import Checkpoints
 from nhgd.checkpoint.fields import Progress
-from nhgd.checkpoint.files import check_writable, newest
+from nhgd.checkpoint.files import check_writable
 from nhgd.checkpoint.lock import Lock
-from nhgd.checkpoint.reader import SavedCheckpoint, as_path
+from nhgd.checkpoint.reader import SavedCheckpoint, as_path, exists, last_kept
 from nhgd.checkpoint.writer import CheckpointWriter, refuse_kept
-from nhgd.errors import InputError
-
-
-def exists(path: str | Path) -> bool:
-    """Whether there is a checkpoint to go on from."""
-    return newest(Path(path)) is not None
-
-
-def last_kept(path: str | Path) -> str:
-    """A sentence that names the newest checkpoint on disk, with a space before it; nothing if there is none to be read.
-
-    It is said after an error, of which it must not make another: the process that writes may take away what is being read.
-    """
-    for _ in range(3):
-        with suppress(InputError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if exists(path):
-                return f" The last good checkpoint is {path}, outer step {SavedCheckpoint(path).step}."
-    return ""
 
 
 def claimed(path: str | Path, overwrite: bool, resume: bool = False) -> Lock:
@@ -45,4 +25,4 @@ def claimed(path: str | Path, overwrite: bool, resume: bool = False) -> Lock:
     return lock
 
 
-__all__ = ["CheckpointWriter", "Progress", "SavedCheckpoint", "claimed", "exists", "last_kept"]
+__all__ = ["CheckpointWriter", "Checkpoints", "Progress", "SavedCheckpoint", "claimed", "exists", "last_kept"]

@@ -5,8 +5,10 @@ A new thing to keep is a new row of `LOOP`, for what moves in the loop, or of `P
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -32,16 +34,22 @@ class Progress:
         state: of the algorithm.
         randomness: the run's own generators.
         seconds: that its outer steps took.
-        run: the call of `Solver.run` that the checkpoint is written in, if it is one.
-        interrupted: the call that a checkpoint was written in, once it is read.
+        history: one row for each of them.
+        whole: whether the run stands between two outer steps.
+        run: the call of `Solver.run` that it is in, if it is in one.
+        interrupted: the call that a checkpoint was written in, from its reading until the run goes on.
+        resumed: the folder of the checkpoint that was read, until the first step from it.
     """
 
     loop: Loop
     state: Any
     randomness: Randomness
-    seconds: float
-    run: Run | None
+    seconds: float = 0.0
+    history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    whole: bool = True
+    run: Run | None = None
     interrupted: Interrupted | None = None
+    resumed: Path | None = None
 
 
 @dataclass(frozen=True)

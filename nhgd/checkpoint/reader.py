@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +105,21 @@ def as_path(path: str | Path) -> Path:
 def same_place(one: str | Path, other: str | Path) -> bool:
     """Whether two names are of one folder."""
     return os.path.realpath(one) == os.path.realpath(other)
+
+
+def exists(path: str | Path) -> bool:
+    """Whether there is a checkpoint to go on from."""
+    return files.newest(Path(path)) is not None
+
+
+def last_kept(path: str | Path) -> str:
+    """A sentence that names the newest checkpoint on disk, with a space before it; nothing if there is none to be read.
+
+    It is said after an error, of which it must not make another: the process that writes may take away what is being read.
+    """
+    for _ in range(3):
+        with suppress(InputError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if exists(path):
+                return f" The last good checkpoint is {path}, outer step {SavedCheckpoint(path).step}."
+    return ""

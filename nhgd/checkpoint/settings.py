@@ -30,6 +30,7 @@ _PLAIN: dict[str, schema.Check] = {
     "outer_clip": schema.optional(schema.number),
 }
 _WHERE = ("checkpoint", "overwrite")
+_NO_SETTINGS = ("self", "problem", "inner_data", "outer_data", *_WHERE)  # of the arguments of a solver
 
 
 def own_classes() -> dict[str, type]:
@@ -38,9 +39,9 @@ def own_classes() -> dict[str, type]:
     return {full_name(c): c for c in (*ALGORITHMS._own.values(), *INVERSES._own.values(), *schedules)}
 
 
-def encoded(settings: Mapping[str, Any], algorithm: AbstractAlgorithm) -> dict[str, Any]:
-    """The settings of a solver as JSON, functions and the like noted but not held."""
-    given = {name: value for name, value in settings.items() if name not in _WHERE} | {"method": algorithm}
+def encoded(arguments: Mapping[str, Any], algorithm: AbstractAlgorithm) -> dict[str, Any]:
+    """The settings among the arguments of a solver as JSON, functions and the like noted but not held."""
+    given = {name: value for name, value in arguments.items() if name not in _NO_SETTINGS} | {"method": algorithm}
     return {name: Encoder(opaque=True).encode(value, name) for name, value in given.items()}
 
 

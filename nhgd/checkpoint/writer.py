@@ -53,13 +53,13 @@ class CheckpointWriter:
         self._written = time.monotonic()
         self._took = 0.0
 
-    def begin(self, progress: Progress, algorithm: AbstractAlgorithm, settings: Mapping[str, Any]) -> None:
-        """Take note of a run before its first step, and of the settings of the solver, as given; refuse what cannot be kept."""
+    def begin(self, progress: Progress, algorithm: AbstractAlgorithm, arguments: Mapping[str, Any]) -> None:
+        """Take note of a run before its first step, and of the solver's arguments, as given; refuse what cannot be kept."""
         self._classes = expected(progress.state, curvature(progress.loop))
         self._fixed = {
             "problem": signature(progress.loop.problem),
             "optimisers": optimisers(progress.loop),
-            "settings": encoded(settings, algorithm),
+            "settings": encoded(arguments, algorithm),
         }
         self._document(progress)
 
@@ -93,11 +93,11 @@ class CheckpointWriter:
         interval = max(CHECKPOINT_SECONDS, self._took / LARGEST_FRACTION) if self._seconds is None else self._seconds
         return time.monotonic() - self._written >= interval
 
-    def write(self, progress: Progress, history: Sequence[Any]) -> None:
+    def write(self, progress: Progress) -> None:
         """Keep the run as it stands between two outer steps."""
         began = time.monotonic()
         document, tensors = self._document(progress)
-        kept = self._on_disk(document, tensors, history)
+        kept = self._on_disk(document, tensors, progress.history)
         self._kept = [*self._kept[-1:], kept]
         self.step = progress.loop.clock.k
         files.tidy(self.path, {one.number for one in self._kept}, self.lock.excludes)
@@ -179,8 +179,8 @@ class CheckpointWriter:
             return ""
         return f" The last good checkpoint is {self.path}, outer step {self.step}."
 
-    def restore(self, saved: SavedCheckpoint, progress: Progress) -> list[dict[str, Any]]:
-        """Bring a fresh run to where the saved one stood; its history. Nothing is changed before all of it was checked."""
+    def restore(self, saved: SavedCheckpoint, progress: Progress) -> None:
+        """Bring a fresh run to where the saved one stood. Nothing is changed before all of it was checked."""
         if same_place(self.path, saved.path):
             self._known = saved.seen
             self._refuse_strangers(InputError)  # another run may have gone on from it since it was read
@@ -205,7 +205,7 @@ class CheckpointWriter:
                 field.put(progress, values[field.name])
         if same_place(self.path, saved.path):
             self.step, self._kept = saved.step, [saved.kept]
-        return history
+        progress.history, progress.resumed = history, saved.path
 
     def _use_inverse(self, saved: SavedCheckpoint, loop: Loop) -> None:
         """Periods that a clock has chosen are taken over: measured again, they may come out differently."""

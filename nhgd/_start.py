@@ -1,0 +1,67 @@
+"""The start of a run: what is looked at and decided before the first outer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nhgd import _threads as threads
+from nhgd._autocast import set_aside
+from nhgd._cost import largest
+from nhgd._randomness import Randomness
+from nhgd.algorithm import AbstractAlgorithm, Loop, LoopSettings
+from nhgd.checkpoint import Checkpoints, Progress
+from nhgd.data.batch import Batch, common_length
+from nhgd.errors import InputError, RunError
+from nhgd.execution import AbstractExecutor
+from nhgd.problem import Bilevel
+
+
+def start(
+    problem: Bilevel,
+    inner_data: Iterable[Batch],
+    outer_data: Iterable[Batch],
+    settings: LoopSettings,
+    algorithm: AbstractAlgorithm,
+    executor: AbstractExecutor,
+    checkpoints: Checkpoints,
+    randomness: Randomness,
+) -> Progress:
+    """Claim the folder of the checkpoints, look at the first batches, choose the threads and bring the method to its start."""
+    with randomness.scope(), set_aside():
+        try:
+            checkpoints.claim(problem.theta)
+            loop = Loop(problem, inner_data, outer_data, settings, executor, algorithm.online)
+            for stream in (loop.inner, loop.outer):
+                stream.remember = checkpoints.writer is not None
+            _look_at_first_batches(loop)
+            with loop.computing():
+                loop.project_theta()
+                loop.project_v()
+                return Progress(loop, algorithm.init(loop), randomness)
+        except RunError as error:
+            # A worker that has lost another may hear why only now.
+            found = executor.root_cause(error)
+            if found is error:
+                raise
+            raise found from error
+
+
+def _look_at_first_batches(loop: Loop) -> None:
+    """Refuse what cannot be solved, and choose the threads, before anything moves; the run itself draws them again."""
+    problem = loop.problem
+    inner_batch = loop.inner.peek()
+    with threads.measuring(problem.theta.device) as measured:
+        problem.validate(inner_batch, loop.outer.peek())
+    work = largest(loop.inverse, problem.theta, common_length(inner_batch) or 1, loop.settings.inner_steps)
+    loop.choose_threads(threads.suited(max(measured.flops, work), problem.theta.device))
+
+
+def refuse_idle(executor: AbstractExecutor, algorithm: AbstractAlgorithm) -> None:
+    """An execution with nothing to run would change nothing, and its user would believe that it did."""
+    inverse = algorithm.online
+    if executor.background and not executor.gathers and (inverse is None or inverse.learner is None):
+        by = "" if inverse is None or inverse.name in algorithm.name else f" with {inverse.name}"
+        raise InputError(
+            f"The method {algorithm.name}{by} learns no curvature from the inner steps, so {executor.name} execution would have"
+            " nothing to run. Use execution inline, or a method that learns, such as nhgd."
+        )
