@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from nhgd.errors import RunError as RunError
     from nhgd.hypergradients import Hypergradient as Hypergradient
     from nhgd.hypergradients import hypergradient as hypergradient
+    from nhgd.losses import Losses as Losses
     from nhgd.problem import Bilevel as Bilevel
-    from nhgd.problem import Losses as Losses
     from nhgd.sklearn.cleaner import LabelCleaner as LabelCleaner
     from nhgd.sklearn.distiller import DatasetDistiller as DatasetDistiller
 
@@ -83,7 +83,8 @@ _HOMES = {
     "_observing": ("observing",),
     "_plan": ("Plan", "plan"),
     "_solved": ("solved",),
-    "problem": ("Bilevel", "Losses"),
+    "losses": ("Losses",),
+    "problem": ("Bilevel",),
     "_solution": ("Solution",),
     "_solver": ("Solver",),
     "sklearn.cleaner": ("LabelCleaner",),

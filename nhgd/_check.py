@@ -24,6 +24,7 @@ from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import implicit, measured
 from nhgd.inverse import INVERSES, AbstractInverse, resolve
 from nhgd.inverse._learned.learning import learn
+from nhgd.losses import check_weight
 from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
 
@@ -136,7 +137,7 @@ def check(
         found = _report(
             problem, inner_batch, outer_batch, inverses, inner_data, learn_from, dense_below, seed, progress
         )
-    problem.check_weight(problem.lowest_weight())
+    check_weight(problem.lowest_weight())
     return found
 
 

@@ -11,13 +11,14 @@ import torch
 
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.layers import layer_shapes
+from nhgd.inverse._learned.ring import factors_pay
 from nhgd.inverse.base import AbstractInverse, Learned
 from nhgd.inverse.broyden import Broyden
 from nhgd.inverse.ekfac import EKFAC
 from nhgd.inverse.exact import Exact
 from nhgd.inverse.fisher_dense import FisherDense
 from nhgd.inverse.fisher_diagonal import FisherDiagonal
-from nhgd.inverse.fisher_window import FisherWindow, factors_pay
+from nhgd.inverse.fisher_window import FisherWindow
 from nhgd.inverse.kfac import KFAC
 from nhgd.inverse.nystrom import Nystrom
 from nhgd.inverse.refined import Refined

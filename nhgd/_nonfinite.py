@@ -7,6 +7,7 @@ import torch
 from nhgd.algorithm import Loop, StepInfo
 from nhgd.data.batch import first_bad
 from nhgd.errors import InputError, NhgdError, NonFiniteError
+from nhgd.losses import check_weight
 
 
 def check_losses(info: StepInfo) -> None:
@@ -20,7 +21,7 @@ def explained(loop: Loop, error: NonFiniteError) -> NhgdError:
     """The error a user needs: what became non-finite, at which step, and why. theta and v have been put back."""
     problem, step = loop.problem, loop.clock.k + 1
     try:  # whose square roots the records hold
-        problem.check_weight(problem.lowest_weight())
+        check_weight(problem.lowest_weight())
     except InputError as negative:
         return negative
     batches = [("inner", batch) for batch in loop.recent] + [("outer", loop.outer.last)]
@@ -49,7 +50,7 @@ def _at_start(loop: Loop, error: NonFiniteError) -> NonFiniteError:
     try:
         with problem.guarded(seed=0), torch.no_grad():
             for batch in loop.recent:
-                problem.check_finite(problem.losses(batch))
+                problem.losses(batch).check_finite()
             outer = loop.outer.last
             if outer is not None and not bool(torch.isfinite(problem.outer_value(outer))):
                 return NonFiniteError("the outer loss")

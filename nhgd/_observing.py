@@ -31,9 +31,10 @@ from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import implicit, measured
 from nhgd.inverse import AbstractInverse
 from nhgd.inverse import resolve as resolve_inverse
+from nhgd.losses import Losses, check_weight
 from nhgd.objective import NO_TAP, Objective, OracleCalls
 from nhgd.oracle import Oracle
-from nhgd.problem import Bilevel, Losses
+from nhgd.problem import Bilevel
 from nhgd.record import InnerRecord
 
 PASSES = 8  # calls of a model whose layers are held, with their graphs, for a loss of the user's own
@@ -222,7 +223,7 @@ class Observer:
             found = measured(at, self.inverse, implicit(at, self.inverse, self.state))
         self._begun = False  # what comes next is the inner loop of another outer step
         self._passes.clear()
-        problem.check_weight(problem.lowest_weight())
+        check_weight(problem.lowest_weight())
         if not all(bool(torch.isfinite(leaf).all()) for leaf in found.leaves):
             raise NonFiniteError(
                 f"The hypergradient by {self.inverse.name} holds nan or inf. Train the inner problem further, add l2, or use"

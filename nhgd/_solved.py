@@ -21,6 +21,7 @@ from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse import AbstractInverse
 from nhgd.inverse import resolve as resolve_inverse
 from nhgd.inverse._learned.learning import learn
+from nhgd.losses import check_weight
 from nhgd.oracle import Oracle, OuterGradient
 from nhgd.problem import Bilevel
 from nhgd.variable import Like, Variable
@@ -99,7 +100,7 @@ class _Solution:
             u = problem.theta.flatten(in_theta)
             nothing = [torch.zeros_like(leaf) for leaf in problem.v.leaves]
             found = implicit(at, self.inverse, state, outer=OuterGradient(u.new_zeros(()), u, nothing))
-        problem.check_weight(problem.lowest_weight())
+        check_weight(problem.lowest_weight())
         if not all(bool(torch.isfinite(leaf).all()) for leaf in found.leaves):
             raise NonFiniteError(
                 f"The hypergradient by {self.inverse.name} holds nan or inf. Train the inner problem further, add l2, or use"

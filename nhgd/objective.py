@@ -18,8 +18,9 @@ from torch import Tensor
 from nhgd._autocast import set_aside
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
+from nhgd.losses import Losses
 from nhgd.part import WHOLE, Part
-from nhgd.problem import Bilevel, Losses
+from nhgd.problem import Bilevel
 from nhgd.record import InnerRecord, InnerStep
 
 

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -24,83 +23,15 @@ from nhgd._validation import shown, validated_but
 from nhgd.data.batch import Batch, common_length, first_bad, lengths
 from nhgd.errors import InputError, unknown
 from nhgd.likelihood import LIKELIHOODS
+from nhgd.losses import InnerResult, Losses, as_losses, uneven
 from nhgd.variable import Given, Variable
 
 LARGEST = sys.float_info.max
-InnerResult: TypeAlias = "Tensor | tuple[Tensor, Tensor] | Losses"
 Gradients: TypeAlias = "Sequence[Tensor | None]"
 
 
 class UnusedWarning(UserWarning):
     """A part of theta or v that the losses do not depend on, so that it stays as it was given."""
-
-
-@dataclass(frozen=True)
-class Losses:
-    """What the inner function returns for a batch of B samples.
-
-    Args:
-        values: the loss of every sample, (B,). A scalar is accepted by the methods that need no per-sample quantity.
-        weights: the weight of every sample, (B,), at least 0. None means 1 for all. The batch objective is
-            mean(weights * values), never divided by the sum of the weights. Weights that depend on theta, such as a function
-            of the losses, count in the gradient and in Hessian products as they are written; the Fisher matrix and the GGN
-            take them as constants, whether detached or not: F = mean_i w_i s_i s_i^T with s_i the gradient of the loss.
-        outputs: the model's outputs, (B, ...), needed by the exact and sampled Fisher matrices alone.
-    """
-
-    values: Tensor
-    weights: Tensor | None = None
-    outputs: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        # By hand: it is made in every pass, and perhaps within a compiled function.
-        if not isinstance(self.values, Tensor):
-            raise InputError(f"Losses: values must be a Tensor of shape (B,), got a {type(self.values).__name__}.")
-        for name, value in (("weights", self.weights), ("outputs", self.outputs)):
-            if value is not None and not isinstance(value, Tensor):
-                shape = tuple(self.values.shape)
-                raise InputError(
-                    f"Losses: {name} of shape {type(value).__name__} for losses of shape {shape}. Give a Tensor."
-                )
-
-    @property
-    def per_sample(self) -> bool:
-        """Whether there is one loss for each sample."""
-        return self.values.ndim == 1
-
-    def samples(self, batch: Batch) -> int:
-        """How many samples there are: as many as losses; of a scalar loss, as many as the batch shows, or 1."""
-        return self.values.numel() if self.per_sample else common_length(batch) or 1
-
-    def outputs_for(self, reader: str) -> Tensor:
-        """The model's outputs, or a sentence that says why `reader` cannot do without."""
-        if self.outputs is None:
-            raise InputError(
-                f"{reader} needs the model's outputs: return nhgd.Losses(values, outputs=...) from inner()."
-            )
-        if not self.outputs.requires_grad:
-            raise InputError(
-                f"{reader} differentiates the model's outputs, but Losses.outputs is detached from theta. Return the"
-                " outputs that the losses were computed from."
-            )
-        return self.outputs
-
-    def slope(self, reader: str) -> Tensor:
-        """The derivative of every loss in its sample's outputs, with its graph."""
-        found = torch.autograd.grad(self.values.sum(), self.outputs_for(reader), create_graph=True, allow_unused=True)[
-            0
-        ]
-        if found is None:
-            raise InputError(
-                f"{reader} differentiates the losses in the model's outputs, but the losses were not computed from"
-                " Losses.outputs. Return that very tensor."
-            )
-        return found
-
-    def mean(self) -> Tensor:
-        """The batch objective without the ridge: mean_i( w_i l_i )."""
-        weighted = self.values if self.weights is None else self.weights * self.values
-        return weighted.mean()
 
 
 class Bilevel:
@@ -165,9 +96,9 @@ class Bilevel:
             except (RuntimeError, ValueError, IndexError) as error:
                 found = lengths(batch)
                 if len(set(found.values())) > 1:
-                    raise InputError(_uneven(found)) from error
+                    raise InputError(uneven(found)) from error
                 raise
-        return _losses(result, batch)
+        return as_losses(result, batch)
 
     def outer_value(
         self, batch: Batch, theta: Sequence[Tensor] | None = None, v: Sequence[Tensor] | None = None
@@ -175,7 +106,7 @@ class Bilevel:
         """Evaluate the outer function at the given leaves (default: the current ones)."""
         found = lengths(batch)
         if len(found) == 2 and len(set(found.values())) > 1:
-            raise InputError(_uneven(found))
+            raise InputError(uneven(found))
         with self.theta.view(theta) as theta_given, self.v.view(v) as v_given, as_given():
             value = self.outer(theta_given, v_given, batch)
         if not isinstance(value, Tensor):
@@ -274,14 +205,6 @@ class Bilevel:
         low, self._lowest = self._lowest, None
         return low
 
-    def check_weight(self, low: float | Tensor | None) -> None:
-        """Refuse a lowest weight below 0."""
-        if low is not None and float(low) < 0:
-            raise InputError(
-                f"A weight of an inner batch is {float(low):.3g}. Weights must be at least 0: clamp them, pass them through a"
-                " sigmoid, or use project_v=(0, 1)."
-            )
-
     def point(self) -> list[Tensor]:
         """Copies of theta and v, each as one vector, and of their buffers."""
         return [self.theta.flat(), self.v.flat(), *(copy for _, copy in (*self.theta.buffers(), *self.v.buffers()))]
@@ -352,7 +275,7 @@ class Bilevel:
                 raise InputError(f"The {name} batch holds nan or inf: {bad}. Remove or impute such samples first.")
         with self.guarded(seed=0), torch.enable_grad():
             losses = self._on("inner", inner_batch, self.losses)
-            self.check_finite(losses)
+            losses.check_finite()
             self.check_ridge()
             data = losses.mean()
             # Without the ridge, which depends on theta whatever inner() does.
@@ -437,23 +360,6 @@ class Bilevel:
                     " keep v above 0 with project_v=(0, 1)."
                 )
 
-    def check_finite(self, losses: Losses) -> None:
-        """Refuse losses or weights that are not finite, naming the sample, and weights below zero."""
-        for name, tensor in (("loss", losses.values), ("weight", losses.weights)):
-            if tensor is None or bool(torch.isfinite(tensor).all()):
-                continue
-            rows = torch.nonzero(~torch.isfinite(tensor.reshape(-1))).reshape(-1)
-            raise InputError(
-                f"The inner {name} is {tensor.reshape(-1)[rows[0]].item()} for sample {int(rows[0])} of the batch"
-                f" ({len(rows)} of {tensor.numel()} are not finite)."
-            )
-        if losses.weights is not None and bool((losses.weights < 0).any()):
-            row = int(torch.nonzero(losses.weights < 0)[0])
-            raise InputError(
-                f"The weight of sample {row} of the batch is {losses.weights[row].item():.3g}. Weights must be at least"
-                " 0: clamp them, pass them through a sigmoid, or use project_v=(0, 1)."
-            )
-
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
@@ -483,49 +389,6 @@ def _gradients(value: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor | None, 
     return torch.autograd.grad(value, leaves, allow_unused=True, retain_graph=True)
 
 
-def _losses(result: InnerResult, batch: Batch) -> Losses:
-    if isinstance(result, tuple) and len(result) == 2:
-        result = Losses(*result)
-    elif isinstance(result, Tensor):
-        result = Losses(result)
-    if not isinstance(result, Losses):
-        raise InputError(
-            f"inner() returned a {type(result).__name__}. Return losses of shape (B,), (losses, weights) or nhgd.Losses."
-        )
-    values, weights, outputs = result.values, result.weights, result.outputs
-    if not isinstance(values, Tensor) or not values.is_floating_point():
-        raise InputError("inner() must return floating-point losses as a Tensor of shape (B,).")
-    if values.ndim > 1:
-        raise InputError(
-            f"inner() returned losses of shape {tuple(values.shape)}. Return one loss for each sample, shape (B,):"
-            " reduce the other dimensions, or use reduction='none' on class scores of shape (B, C)."
-        )
-    if values.ndim == 1:
-        samples, found = common_length(batch), lengths(batch)
-        if samples is not None and values.shape[0] != samples:
-            raise InputError(
-                f"inner() returned {values.shape[0]} losses for a batch of {samples} samples. Return one for each sample."
-            )
-        if samples is None and len(set(found.values())) > 1 and values.shape[0] in found.values():
-            raise InputError(_uneven(found))
-    if values.dtype.itemsize < 4:  # a mean over many samples would lose what half precision has
-        values = values.float()
-        result = replace(result, values=values)
-    if weights is not None:
-        if not isinstance(weights, Tensor) or weights.shape != values.shape:
-            shape = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-            raise InputError(f"inner() returned weights of shape {shape} for losses of shape {tuple(values.shape)}.")
-        if values.ndim == 0:
-            raise InputError("Weights need one loss for each sample, but inner() returned a scalar loss.")
-        if weights.dtype != values.dtype:  # counts, for example: their square roots would be rounded to float32
-            result = replace(result, weights=weights.to(values.dtype))
-    if outputs is not None and values.ndim == 1 and (outputs.ndim == 0 or outputs.shape[0] != values.shape[0]):
-        raise InputError(
-            f"Losses.outputs has shape {tuple(outputs.shape)}; its first dimension must be the {values.shape[0]} samples."
-        )
-    return result
-
-
 def _listed(names: Sequence[str], most: int = 5) -> str:
     """The names, a few of many.
 
@@ -534,8 +397,3 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
     """
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more
-
-
-def _uneven(found: dict[str, int]) -> str:
-    listed = ", ".join(f"{path} has {n} rows" for path, n in found.items())
-    return f"The tensors of a batch have different lengths: {listed}. Every sample needs one row in each."

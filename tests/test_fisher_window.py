@@ -14,9 +14,10 @@ import nhgd
 from nhgd._recording.recorder import Recorder
 from nhgd.errors import InputError, NonFiniteError
 from nhgd.inverse import fisher_window
-from nhgd.inverse._learned import gram
+from nhgd.inverse._learned import gram, ring
 from nhgd.inverse._learned.learning import learn
-from nhgd.inverse.fisher_window import FisherWindow, WindowState
+from nhgd.inverse._learned.ring import WindowState
+from nhgd.inverse.fisher_window import FisherWindow
 from nhgd.oracle import Oracle
 from nhgd.record import BatchGradient, PerSampleGradients
 from tests import catalogue, oracles
@@ -215,7 +216,7 @@ def trees(problem: nhgd.Bilevel) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NETS)
 def test_layers_give_the_same_as_gradients(name: str, keep: str, fisher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if keep != "what is cheaper":
-        monkeypatch.setattr(fisher_window, "factors_pay", lambda *_: keep == "factors")
+        monkeypatch.setattr(ring, "factors_pay", lambda *_: keep == "factors")
     problem, batches = of_net(name)
     layer = FisherWindow(window=7, weights="ema", beta=0.8, records="layer", fisher=fisher)
     sample = FisherWindow(window=7, weights="ema", beta=0.8, records="sample", fisher=fisher)
@@ -249,7 +250,7 @@ def test_small_pieces_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("lengths", [(6, 3, 9, 6), (9, 6)])
 def test_sequences_may_differ_in_length(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fisher_window, "factors_pay", lambda *_: True)
+    monkeypatch.setattr(ring, "factors_pay", lambda *_: True)
     problem, _ = of_net("sequence")
     batches = [(normal(3, n, seed=n), torch.arange(3), torch.arange(3)) for n in lengths]
     layer, sample = FisherWindow(window=5), FisherWindow(window=5, records="sample")

@@ -35,6 +35,7 @@ ORDER = """
     data_parallel
     part
     variable
+    losses
     problem
     record
     objective

@@ -12,7 +12,8 @@ from nhgd._randomness import set_states, standing, states, unmoved
 from nhgd._tree import map_tensors, named_tensors
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
-from nhgd.problem import Bilevel, Losses
+from nhgd.losses import Losses
+from nhgd.problem import Bilevel
 
 TOGETHER = 16  # samples whose backward passes over the graph of a whole batch are vectorised, each as large as one
 

@@ -16,9 +16,10 @@ from nhgd._recording.verification import Verification
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.likelihood import resolve
+from nhgd.losses import Losses
 from nhgd.objective import Objective, OracleCalls, Pass, Tap
 from nhgd.part import WHOLE, Part
-from nhgd.problem import Bilevel, Losses
+from nhgd.problem import Bilevel
 from nhgd.record import (
     BatchGradient,
     FisherKind,

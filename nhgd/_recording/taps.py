@@ -21,8 +21,9 @@ from nhgd._randomness import standing
 from nhgd._recording.accounting import Call, LayerCall, Scores, elsewhere, held, walked
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
+from nhgd.losses import Losses
 from nhgd.objective import Pass
-from nhgd.problem import Bilevel, Losses, uncompiled
+from nhgd.problem import Bilevel, uncompiled
 from nhgd.record import Convolution, LayerRecord
 
 

@@ -19,7 +19,7 @@ from nhgd._recording.taps import TappedPass, Taps
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.likelihood import AbstractLikelihood
-from nhgd.problem import Losses
+from nhgd.losses import Losses
 from nhgd.record import LayerRecord
 
 FORMS = 16  # of the graph that are looked at as soon as they appear; later ones now and then

@@ -19,6 +19,7 @@ from nhgd.hypergradients.implicit import Implicit, implicit
 from nhgd.hypergradients.unrolled import Unrolled
 from nhgd.inverse import AbstractInverse
 from nhgd.inverse import resolve as resolve_inverse
+from nhgd.losses import check_weight
 from nhgd.problem import Bilevel
 
 ESTIMATORS = Registry("estimator", AbstractHypergradient, list(vars().values()))
@@ -77,7 +78,7 @@ def hypergradient(
             problem.validate(batches[0], outer_batch)
         with threads.limited(threads.suited(max(measured.flops, work), device)):
             made = chosen.estimate(problem, batches, outer_batch, found, seed)
-    problem.check_weight(problem.lowest_weight())
+    check_weight(problem.lowest_weight())
     if not all(bool(torch.isfinite(leaf).all()) for leaf in made.leaves):
         by = found.name if chosen.inverts else chosen.name
         raise NonFiniteError(

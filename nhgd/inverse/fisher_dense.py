@@ -14,6 +14,7 @@ from nhgd.errors import InputError, NonFiniteError, not_negative, positive, unkn
 from nhgd.inverse._learned.damping import refuse_singular, resolve_damping
 from nhgd.inverse._learned.graph import Graphable
 from nhgd.inverse._learned.state import State
+from nhgd.inverse._learned.woodbury import fold_row, fold_rows
 from nhgd.inverse.base import Learned, SolveStats
 from nhgd.record import (
     BatchGradient,
@@ -186,11 +187,10 @@ class FisherDense(Learned[DenseState]):
         key = matrix.data_ptr(), gain
 
         def work(given: InnerRecord) -> Tensor:
-            return self._fold_one(matrix, self._rows(given)[0].to(matrix), gain)
+            return fold_row(matrix, self._rows(given)[0].to(matrix), gain)
 
-        if (
-            self.guard != "stop"
-        ):  # a restart is another array and another gain, so the next record must wait for the guard
+        if self.guard != "stop":
+            # A restart is another array and another gain, so the next record must wait for the guard.
             return Graphable(key, work)
         ahead = DenseState(matrix, state.count + 1, state.curvature, state.observed + 1, state.restarts)
         return Graphable(key, work, ahead, self._judged)
@@ -212,12 +212,12 @@ class FisherDense(Learned[DenseState]):
         if ready is None:
             rows = self._rows(whole(record)).to(state.matrix)  # (n, D)
             if self.form == "inverse" and len(rows) == 1:
-                ready = self._fold_one(state.matrix, rows[0], gain)
+                ready = fold_row(state.matrix, rows[0], gain)
         if ready is not None:
             return self._judged(state, ready.tolist())
         total = float(rows.square().sum())
         if self.form == "inverse" and math.isfinite(total):
-            return self._judged(state, [total, *self._fold_block(state.matrix, rows, gain)])
+            return self._judged(state, [total, *fold_rows(state.matrix, rows, gain)])
         moved = self._moved(state, total)
         state.matrix.addmm_(rows.T, rows, beta=1 - gain, alpha=gain)
         return moved
@@ -297,40 +297,6 @@ class FisherDense(Learned[DenseState]):
         if self.update == "average":
             return 1 / (count + 1)
         return 1 - self.beta if self.form == "inverse" else (1 - self.beta) / (1 - self.beta ** (count + 1))
-
-    def _fold_one(self, inverse: Tensor, row: Tensor, gain: float) -> Tensor:
-        """The update of A by one row r, (D,), in place: A is read twice and written once, and nothing waits for the device.
-
-        Returns r.r, what the update divides by, which must be above 0, and the least and largest entry on A's diagonal.
-        """
-        keep = 1 - gain
-        # With p = A r / (1 - g): A / (1 - g) - p p^T / (1 / g + p.r). Few kernels, because each costs more than it computes.
-        product = torch.addmv(row, inverse, row, beta=0, alpha=1 / keep)
-        both = torch.stack([product, row]) @ row
-        small = both[0] + 1 / gain
-        root = product * small.rsqrt()
-        if inverse.is_cuda:
-            inverse.addr_(root, root, beta=1 / keep, alpha=-1)
-        else:
-            inverse.addmm_(root[:, None], root[None], beta=1 / keep, alpha=-1)  # addr_ would not keep it symmetric here
-        return torch.stack([both[1], small, *torch.aminmax(inverse.diagonal())])
-
-    def _fold_block(self, inverse: Tensor, rows: Tensor, gain: float) -> list[float]:
-        """The update by several rows at once, R, (n, D), in place; returns what `_fold_one` does but for r.r."""
-        if len(rows) > rows.shape[1]:
-            _, rows = torch.linalg.qr(rows, mode="r")  # the same R^T R in D rows
-        keep = 1 - gain
-        product = rows @ inverse  # R A, (n, D)
-        small = (product @ rows.T).mul_(gain / keep)
-        small.diagonal().add_(1.0)
-        factor, info = torch.linalg.cholesky_ex(small)
-        if int(info) != 0:
-            return [0.0, 0.0, 0.0]
-        root = torch.linalg.solve_triangular(factor, product, upper=False).mul_(math.sqrt(gain) / keep)
-        inverse.addmm_(root.T, root, beta=1 / keep, alpha=-1)
-        # A part that is not symmetric would grow by 1 / keep each step, for ever. One outer product leaves none.
-        inverse.add_(inverse.T.clone()).mul_(0.5)
-        return [1.0, *torch.stack(torch.aminmax(inverse.diagonal())).tolist()]
 
     def _problem(self, folded: list[float], curvature: float) -> str | None:
         """What went wrong with an update, as a clause, if something did."""

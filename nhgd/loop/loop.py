@@ -28,6 +28,7 @@ from nhgd.loop.division import Division
 from nhgd.loop.mover import Mover
 from nhgd.loop.projection import project
 from nhgd.loop.settings import LoopSettings
+from nhgd.losses import check_weight
 from nhgd.objective import NO_TAP, Objective, OracleCalls
 from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
@@ -274,7 +275,7 @@ class Loop:
         self.executor.raise_deferred()  # nothing is under way any more, because a number has come from the device
         if norm != norm or norm == float("inf"):
             raise NonFiniteError("the hypergradient")
-        self.problem.check_weight(min(read[1:], default=None))
+        check_weight(min(read[1:], default=None))
         clip = self.settings.outer_clip
         if clip is not None and norm > clip:
             gradient = [g * (clip / norm) for g in gradient]

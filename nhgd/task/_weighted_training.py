@@ -17,7 +17,8 @@ from nhgd.data.loader import Data
 from nhgd.errors import RunError
 from nhgd.inverse import KFAC
 from nhgd.inverse._learned.automatic import automatic
-from nhgd.problem import Bilevel, Losses
+from nhgd.losses import Losses
+from nhgd.problem import Bilevel
 from nhgd.schedule import Decay
 from nhgd.task._classifier import Split, fit, largest_curvature, ridge
 from nhgd.task._inner_solver import lbfgs, newton_cg

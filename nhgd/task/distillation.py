@@ -16,8 +16,9 @@ from nhgd.algorithm import NHGD, AbstractAlgorithm
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, counted, positive
 from nhgd.inverse import KFAC, FisherWindow
+from nhgd.losses import Losses
 from nhgd.plot.png import grid, write_png
-from nhgd.problem import Bilevel, Losses
+from nhgd.problem import Bilevel
 from nhgd.schedule import Decay
 from nhgd.task._classifier import (
     Architecture,

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from nhgd.data.bundled import breast_cancer
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, positive
-from nhgd.problem import Bilevel, Losses
+from nhgd.losses import Losses
+from nhgd.problem import Bilevel
 from nhgd.task._classifier import linear_classifier
 from nhgd.task._inner_solver import newton
 from nhgd.task.base import AbstractTask, Instance

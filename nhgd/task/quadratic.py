@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from nhgd.data.loader import Data
 from nhgd.errors import InputError, not_negative, positive
-from nhgd.problem import Bilevel, Losses
+from nhgd.losses import Losses
+from nhgd.problem import Bilevel
 from nhgd.task._classifier import linear_classifier
 from nhgd.task.base import AbstractTask, Instance
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.quasirandom import SobolEngine
 
 from nhgd.errors import counted
-from nhgd.problem import Bilevel, Losses
+from nhgd.losses import Losses
+from nhgd.problem import Bilevel
 from nhgd.task.pde.jet import Jet, JetNet
 from nhgd.variable import Given
 
