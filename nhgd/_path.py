@@ -47,6 +47,28 @@ def check_name(what: str, path: str | os.PathLike[str]) -> None:
         )
 
 
+def check_folder(what: str, path: Path) -> None:
+    """Refuse, without writing anything, a place where no folder can be made or written to."""
+    check_name(what, path)
+    try:
+        place = path.absolute()
+        while not os.path.lexists(place):
+            place = place.parent
+        is_folder = place.is_dir()
+    except (OSError, ValueError) as error:
+        raise unwritable(what, path, error) from error
+    if not is_folder:
+        raise InputError(f"{what} {path} cannot be a folder: {place} is a file. Name another place.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise InputError(f"{what} {path} cannot be written: {place} does not allow it. Name another place.")
+
+
+def unwritable(what: str, path: Path, error: OSError | ValueError) -> InputError:
+    """A sentence about a place that the system refuses."""
+    why = (error.strerror if isinstance(error, OSError) else None) or error
+    return InputError(f"{what} {path} cannot be written: {why}. Name another place.")
+
+
 def _limit(place: Path, of: str, usual: int) -> int:
     try:
         return os.pathconf(place, of)

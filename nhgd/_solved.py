@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nhgd._autocast import set_aside
 from nhgd._validation import validated_but
-from nhgd.data.batch import Batch, first_bad, move
-from nhgd.data.loader import one_batch, reiterable
+from nhgd.data.batch import Batch, first_bad
+from nhgd.data.loader import inner_batches
 from nhgd.errors import InputError, NonFiniteError, check_seed
 from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse import AbstractInverse
@@ -63,16 +63,11 @@ def solved(
     """
     check_seed(seed)
     problem.refuse_inference()
-    batches = [one_batch(inner_batch, "inner_batch")]
-    if inner_data is not None:
-        batches = list(reiterable(inner_data, "inner_data"))
-    if not batches:
-        raise InputError("inner_data yields no batch. Give it at least one, for example [(x, y)].")
+    batches = inner_batches(inner_batch, inner_data, problem.theta.device)
     bad = first_bad(batches[0])
     if bad:
         raise InputError(f"The inner batch holds nan or inf: {bad}. Remove or impute such samples first.")
-    device = problem.theta.device
-    solution = _Solution(problem, [move(batch, device) for batch in batches], resolve_inverse(inverse), seed)
+    solution = _Solution(problem, batches, resolve_inverse(inverse), seed)
     tensors: Sequence[Tensor] = _Theta.apply(solution, *_own_tensors(problem.v))  # type: ignore[no-untyped-call]  # torch's own
     return problem.theta.like(tensors) if isinstance(problem.theta.given, Tensor) else _named(problem.theta, tensors)
 

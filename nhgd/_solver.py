@@ -21,8 +21,7 @@ from nhgd._solution import Metrics, Row, Solution, metric_values, statistics
 from nhgd._stagnation import Course, StagnationWarning, held_by
 from nhgd._start import refuse_idle, start
 from nhgd._validation import shown, validated, validated_but
-from nhgd.algorithm import AbstractAlgorithm, Loop, LoopSettings
-from nhgd.algorithm import resolve as resolve_algorithm
+from nhgd.algorithm import AbstractAlgorithm, Loop, LoopSettings, prepared
 from nhgd.checkpoint import Checkpoints, CheckpointWriter, SavedCheckpoint
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError, check_seed
@@ -101,7 +100,7 @@ class Solver:
         if metrics_every < 1:
             raise InputError(f"metrics_every must be at least 1, got {metrics_every}.")
         self.problem = problem
-        self.algorithm = resolve_algorithm(method).prepared(problem)
+        self.algorithm = prepared(method, problem)
         self.executor = executions.resolve(execution, max_lag=max_lag)
         refuse_idle(self.executor, self.algorithm)
         self.metrics, self.metrics_every = metrics, metrics_every

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nhgd._validation import Validated
-from nhgd.errors import InputError
+from nhgd.errors import InputError, unknown
 
 
 @dataclass(frozen=True)
@@ -173,18 +173,10 @@ def _columns(root: Tensor) -> Tensor:
 LIKELIHOODS: dict[str, AbstractLikelihood] = {made.name: made for made in (Categorical(), Bernoulli(), Gaussian())}
 
 
-def resolve(likelihood: str | object | None, wanted_by: str) -> AbstractLikelihood:
-    """The likelihood of a problem, or a sentence that says what is missing."""
-    if isinstance(likelihood, AbstractLikelihood):
+def resolve(likelihood: str | AbstractLikelihood | None) -> AbstractLikelihood | None:
+    """A likelihood from its name or from itself; None where a problem has none."""
+    if not isinstance(likelihood, str):
         return likelihood
-    if isinstance(likelihood, str) and likelihood in LIKELIHOODS:
-        return LIKELIHOODS[likelihood]
-    if likelihood is None:
-        raise InputError(
-            f"{wanted_by} needs to know what the outputs mean: pass likelihood='categorical', 'bernoulli' or 'gaussian'"
-            " to Bilevel, and return nhgd.Losses(values, outputs=...) from inner()."
-        )
-    raise InputError(
-        f"{wanted_by} does not know the likelihood {likelihood!r}. Use 'categorical', 'bernoulli', 'gaussian', or an object"
-        " of a subclass of nhgd.likelihood.AbstractLikelihood."
-    )
+    if likelihood not in LIKELIHOODS:
+        raise unknown("likelihood", likelihood, LIKELIHOODS)
+    return LIKELIHOODS[likelihood]

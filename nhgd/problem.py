@@ -21,8 +21,9 @@ from torch import Tensor
 from nhgd._autocast import as_given
 from nhgd._validation import shown, validated_but
 from nhgd.data.batch import Batch, common_length, first_bad, lengths
-from nhgd.errors import InputError, unknown
-from nhgd.likelihood import LIKELIHOODS
+from nhgd.errors import InputError
+from nhgd.likelihood import AbstractLikelihood
+from nhgd.likelihood import resolve as resolve_likelihood
 from nhgd.losses import InnerResult, Losses, as_losses, uneven
 from nhgd.variable import Given, Variable
 
@@ -65,7 +66,7 @@ class Bilevel:
         theta: Given,
         v: Given,
         l2: float | Callable[[Any], Tensor | dict[str, Tensor]] = 0.0,
-        likelihood: str | object | None = None,
+        likelihood: str | AbstractLikelihood | None = None,
     ) -> None:
         self.inner = inner
         self.outer = outer
@@ -77,10 +78,8 @@ class Bilevel:
             raise InputError(
                 f"l2 must be a number of at least 0 or a function of v such as lambda v: v.exp(), got {kind}.{hint}"
             )
-        if isinstance(likelihood, str) and likelihood not in LIKELIHOODS:
-            raise unknown("likelihood", likelihood, LIKELIHOODS)
         self.l2 = l2
-        self.likelihood = likelihood
+        self.likelihood = resolve_likelihood(likelihood)
         self._lowest: Tensor | None = None  # weight of those heeded
         shared = {t.untyped_storage().data_ptr() for t in self.theta.leaves if t.numel()}
         for name, leaf in zip(self.v.names, self.v.leaves, strict=True):

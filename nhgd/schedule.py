@@ -158,7 +158,7 @@ class ByStep(Schedule):
         return lr
 
 
-def resolve(rate: Rate, name: str) -> Schedule:
+def as_schedule(rate: Rate, name: str) -> Schedule:
     """A schedule from a number, from a function of the outer step, or from itself."""
     if isinstance(rate, Schedule):
         return rate

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from nhgd.schedule import Clock, Rate, resolve
+from nhgd.schedule import Clock, Rate, as_schedule
 from tests.replay import Batch, Replay
 
 Formula: TypeAlias = Callable[[Replay], Iterator[tuple[Tensor, Tensor]]]  # theta and v after each outer step
@@ -325,7 +325,7 @@ def barrier(pulled_lr: Rate, strength: float = 0.5) -> Formula:
             f, f_v = replay.u(pulled), replay.f_v(v)
             size = q.dot(q) + q_v.dot(q_v)
             multiplier = (strength - (f.dot(q) + f_v.dot(q_v)) / size).clamp_min(0)
-            pulled = pulled - resolve(pulled_lr, "pulled_lr").rate(Clock(k=replay.k)) * (f + multiplier * q)
+            pulled = pulled - as_schedule(pulled_lr, "pulled_lr").rate(Clock(k=replay.k)) * (f + multiplier * q)
             v = replay.down(v, -multiplier * q_v)
             yield theta, v
 

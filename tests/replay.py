@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import nhgd
-from nhgd.schedule import Clock, Rate, resolve
+from nhgd.schedule import Clock, Rate, as_schedule
 from nhgd.task import Instance
 
 
@@ -96,7 +96,7 @@ class Replay:
         self.ridge = float(instance.problem.ridge_diagonal()[0])
         self.d, self.p = self.answers.cross.shape
         self.inner_steps = inner_steps
-        self.rates = resolve(inner_lr, "inner_lr"), resolve(outer_lr, "outer_lr")
+        self.rates = as_schedule(inner_lr, "inner_lr"), as_schedule(outer_lr, "outer_lr")
 
     @property
     def eta(self) -> float:

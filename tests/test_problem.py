@@ -230,6 +230,12 @@ def test_an_unknown_likelihood(options: Any) -> None:
         problem(likelihood="categoric")
 
 
+def test_a_likelihood_is_looked_at_when_it_is_given() -> None:
+    with pytest.raises(nhgd.InputError, match="likelihood must be text or a likelihood object"):
+        problem(likelihood=object())
+    assert problem(likelihood="gaussian").likelihood == nhgd.likelihood.Gaussian()
+
+
 def test_theta_and_v_need_memory_of_their_own() -> None:
     both = normal(3)
     with pytest.raises(nhgd.InputError, match="theta and v share the memory of 'v'"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nhgd
-from nhgd.schedule import Clock, Power, Strong, resolve
+from nhgd.schedule import Clock, Power, Strong, as_schedule
 from nhgd.task import Quadratic
 
 CPU = torch.device("cpu")
@@ -59,8 +59,8 @@ def test_refusals():
     for bad, message in (
         (lambda: Power(0.5, 0.5, offset=0), "offset must be above 0"),
         (lambda: Power(0.5, -0.5), "power must be 0 or more"),
-        (lambda: resolve(0.0, "inner_lr"), "inner_lr must be above 0"),
-        (lambda: resolve("fast", "inner_lr"), "inner_lr must be a number above 0"),
+        (lambda: as_schedule(0.0, "inner_lr"), "inner_lr must be above 0"),
+        (lambda: as_schedule("fast", "inner_lr"), "inner_lr must be a number above 0"),
     ):
         with pytest.raises(nhgd.InputError, match=message):
             bad()

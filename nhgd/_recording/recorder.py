@@ -15,7 +15,6 @@ from nhgd._recording.taps import TappedPass, Taps
 from nhgd._recording.verification import Verification
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
-from nhgd.likelihood import resolve
 from nhgd.losses import Losses
 from nhgd.objective import Objective, OracleCalls, Pass, Tap
 from nhgd.part import WHOLE, Part
@@ -63,11 +62,15 @@ class Recorder(Tap):
         self.kind = kind
         self.fisher = fisher
         self.couples = couples or kind == "sample"
-        self.likelihood = None
+        self.likelihood = None if fisher == "empirical" else problem.likelihood
         if fisher != "empirical":
             if kind in ("batch", "raw"):
                 raise InputError(f"The {fisher} Fisher matrix needs per-sample records, not the gradient of a batch.")
-            self.likelihood = resolve(problem.likelihood, f"fisher='{fisher}'")
+            if problem.likelihood is None:
+                raise InputError(
+                    f"fisher='{fisher}' needs to know what the outputs mean: pass likelihood='categorical', 'bernoulli' or"
+                    " 'gaussian' to Bilevel, and return nhgd.Losses(values, outputs=...) from inner()."
+                )
         self.calls = OracleCalls() if calls is None else calls
         per_sample = kind in ("layer", "sample")
         self.taps = Taps(problem, per_sample, self.likelihood is not None, per_sample and self.couples)

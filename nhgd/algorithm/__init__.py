@@ -32,6 +32,7 @@ from nhgd.inverse import INVERSES
 from nhgd.inverse import resolve as resolve_inverse
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.loop.settings import LoopSettings
+from nhgd.problem import Bilevel
 
 ALGORITHMS = Registry("method", AbstractAlgorithm, list(vars().values()))
 
@@ -56,6 +57,11 @@ def presets() -> dict[str, AbstractAlgorithm]:
 def names() -> list[str]:
     """Everything `resolve` understands, aid with each inverse included."""
     return [*ALGORITHMS, *presets(), *(f"aid-{name}" for name in INVERSES)]
+
+
+def prepared(method: str | AbstractAlgorithm, problem: Bilevel) -> AbstractAlgorithm:
+    """An algorithm as `resolve` gives it, with every choice made that depends on the problem."""
+    return resolve(method).prepared(problem)
 
 
 def resolve(method: str | AbstractAlgorithm) -> AbstractAlgorithm:
@@ -110,6 +116,7 @@ __all__ = [
     "StepInfo",
     "StocBiO",
     "names",
+    "prepared",
     "presets",
     "resolve",
 ]

@@ -11,8 +11,7 @@ from torch import Tensor
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import positive, unknown
 from nhgd.loop.loop import Loop, StepInfo
-from nhgd.schedule import Constant, Power, Rate, Schedule
-from nhgd.schedule import resolve as resolve_rate
+from nhgd.schedule import Constant, Power, Rate, Schedule, as_schedule
 
 Barrier = Literal["gradient", "gap"]
 
@@ -84,7 +83,7 @@ class BOME(AbstractAlgorithm):
         if self.halved_after is not None:
             positive("BOME", halved_after=self.halved_after)
         if self.pulled_lr is not None:
-            resolve_rate(self.pulled_lr, "pulled_lr")
+            as_schedule(self.pulled_lr, "pulled_lr")
         if self.barrier not in get_args(Barrier):
             raise unknown("barrier of BOME", str(self.barrier), get_args(Barrier))
 
@@ -123,7 +122,7 @@ class BOME(AbstractAlgorithm):
         """How far `pulled` moves along its direction."""
         clock = loop.clock
         if self.pulled_lr is not None:
-            return resolve_rate(self.pulled_lr, "pulled_lr").rate(clock)
+            return as_schedule(self.pulled_lr, "pulled_lr").rate(clock)
         bound = loop.theta.rate(clock)
         if self.halved_after is not None:
             bound = Power(bound, 1.0, offset=self.halved_after).rate(clock)

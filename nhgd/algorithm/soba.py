@@ -10,8 +10,7 @@ from torch import Tensor
 
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.loop.loop import Loop, StepInfo
-from nhgd.schedule import Schedule
-from nhgd.schedule import resolve as resolve_rate
+from nhgd.schedule import Schedule, as_schedule
 
 
 @dataclass
@@ -76,9 +75,9 @@ class SOBA(AbstractAlgorithm):
 def check_rate(rate: float | Schedule | None) -> None:
     """Refuse a step size of the adjoint that is none."""
     if rate is not None:
-        resolve_rate(rate, "adjoint_lr")
+        as_schedule(rate, "adjoint_lr")
 
 
 def adjoint_rate(loop: Loop, rate: float | Schedule | None) -> float:
     """The step size of the adjoint now; None stands for that of theta."""
-    return loop.theta.rate(loop.clock) if rate is None else resolve_rate(rate, "adjoint_lr").rate(loop.clock)
+    return loop.theta.rate(loop.clock) if rate is None else as_schedule(rate, "adjoint_lr").rate(loop.clock)

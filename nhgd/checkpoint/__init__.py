@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nhgd._path import check_folder
 from nhgd.checkpoint.checkpoints import Checkpoints
 from nhgd.checkpoint.fields import Progress
-from nhgd.checkpoint.files import check_writable
 from nhgd.checkpoint.lock import Lock
 from nhgd.checkpoint.reader import SavedCheckpoint, as_path, exists, last_kept
 from nhgd.checkpoint.writer import CheckpointWriter, refuse_kept
@@ -18,7 +18,7 @@ def claimed(path: str | Path, overwrite: bool, resume: bool = False) -> Lock:
     A folder that holds checkpoints is refused, unless they are to be gone on from or may go.
     """
     place = as_path(path)
-    check_writable(place)
+    check_folder("checkpoint", place)
     refuse_kept(place, overwrite or resume)
     lock = Lock(place)
     lock.acquire()

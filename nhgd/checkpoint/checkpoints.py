@@ -10,7 +10,6 @@ from typing import Any
 
 from nhgd._duration import checkpoint_interval
 from nhgd._interruption import held_back
-from nhgd._path import check_name
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.checkpoint.fields import Progress
 from nhgd.checkpoint.reader import SavedCheckpoint, last_kept
@@ -34,9 +33,7 @@ class Checkpoints:
         self, path: str | Path | None, every: int | str | None, overwrite: bool, executor: AbstractExecutor
     ) -> None:
         interval = checkpoint_interval(every)
-        if path is not None:
-            check_name("checkpoint", path)
-        elif overwrite:
+        if overwrite and path is None:
             raise InputError(
                 "overwrite=True is about a folder of checkpoints. Name it: Solver(..., checkpoint='runs/a')."
             )

@@ -59,22 +59,6 @@ def _why(error: Exception) -> str:
     return found[1].strip() if found else str(error).strip().rstrip(".")
 
 
-def check_writable(path: Path) -> None:
-    """Refuse, without writing anything, a place where no folder can be made."""
-    try:
-        place = path.absolute()
-        while not os.path.lexists(place):
-            place = place.parent
-        is_folder = place.is_dir()
-    except (OSError, ValueError) as error:
-        why = _why(error) if isinstance(error, OSError) else str(error)
-        raise InputError(f"checkpoint {str(path)!r} cannot be a folder: {why}. Name another place.") from error
-    if not is_folder:
-        raise InputError(f"checkpoint {path} cannot be a folder: {place} is a file. Name another place.")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise InputError(f"checkpoint {path} cannot be written: {place} does not allow it. Name another place.")
-
-
 def called(path: Path, number: int) -> Path:
     """The folder of a checkpoint."""
     return path / f"checkpoint-{number:06d}"

@@ -11,8 +11,7 @@ import torch
 
 from nhgd import schedule
 from nhgd._tree.encoding import Decoder, Encoder, difference, full_name, in_words, is_opaque
-from nhgd.algorithm import ALGORITHMS, AbstractAlgorithm
-from nhgd.algorithm import resolve as resolve_algorithm
+from nhgd.algorithm import ALGORITHMS, AbstractAlgorithm, prepared
 from nhgd.checkpoint import schema
 from nhgd.errors import InputError, unknown
 from nhgd.inverse import INVERSES
@@ -57,7 +56,7 @@ def to_continue(path: Path, stored: Mapping[str, Any], given: Mapping[str, Any],
         if name in FREE:
             continue
         if name == "method":
-            value = resolve_algorithm(value).prepared(problem)
+            value = prepared(value, problem)
         found = difference(stored[name], Encoder(opaque=True).encode(value, name), name)
         if found is not None:
             where, was, now = found

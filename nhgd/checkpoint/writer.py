@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nhgd._path import check_folder
 from nhgd._tree.encoding import Classes, Encoder, Unencodable, expected
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.checkpoint import files, schema
@@ -40,7 +41,7 @@ class CheckpointWriter:
     def __init__(self, path: str | Path, steps: int | None, seconds: float | None, overwrite: bool = False) -> None:
         files.safetensors()
         self.path = as_path(path)
-        files.check_writable(self.path)
+        check_folder("checkpoint", self.path)
         refuse_kept(self.path, overwrite)
         self._steps, self._seconds = steps, seconds
         self.lock = Lock(self.path)

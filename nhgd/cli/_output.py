@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from nhgd._path import check_name
+from nhgd._path import check_folder, unwritable
 from nhgd.checkpoint.disk import to_disk
 from nhgd.errors import InputError, RunError
 
@@ -74,20 +74,8 @@ def number(value: Any, form: str = ".4g") -> str:
     return format(value, form)
 
 
-def check_folder(path: Path, *files: str) -> None:
-    """Refuse, without writing anything, a folder that cannot be made or written to, or where a file's name is taken."""
-    check_name("--out", path)
-    try:
-        place = path.absolute()
-        while not os.path.lexists(place):
-            place = place.parent
-        is_folder = place.is_dir()
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    if not is_folder:
-        raise InputError(f"--out {path} cannot be a folder: {place} is a file. Name another place.")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise InputError(f"--out {path} cannot be written: {place} does not allow it. Name another place.")
+def check_files(path: Path, *files: str) -> None:
+    """Refuse, without writing anything, a folder for results where a file's name is taken by what is no file."""
     for name in files:
         try:
             kind = os.stat(path / name).st_mode
@@ -96,10 +84,6 @@ def check_folder(path: Path, *files: str) -> None:
         if not stat.S_ISREG(kind):
             what = "folder" if stat.S_ISDIR(kind) else "device or a pipe"
             raise InputError(f"--out {path} has a {what} {name}, where a file is to be written. Name another place.")
-
-
-def _unwritable(path: Path, error: OSError) -> InputError:
-    return InputError(f"--out {path} cannot be written: {error.strerror or error}. Name another place.")
 
 
 class Folder:
@@ -114,52 +98,42 @@ class Folder:
         self.holds_some = False
 
     def write(self, name: str, make: Callable[[Path], Any]) -> Path:
-        """Let `make` write a file of another name beside, then give it its own."""
-        return self._write({name: make})[0]
+        """Let `make` write a file."""
 
-    def write_text(self, name: str, text: str) -> Path:
-        """A file of text."""
-        return self.write_texts({name: text})[0]
+        def made(beside: Path) -> list[Path]:
+            make(beside / name)
+            return [beside / name]
+
+        return self.write_all(str(self.path / name), made)[0]
 
     def write_texts(self, texts: Mapping[str, str]) -> list[Path]:
-        """Files of text that belong together: none takes the place of an older one before all are written."""
+        """Files of text."""
 
-        def maker(text: str) -> Callable[[Path], Any]:
-            return lambda path: path.write_text(text, encoding="utf-8")
+        def made(beside: Path) -> list[Path]:
+            for name, text in texts.items():
+                (beside / name).write_text(text, encoding="utf-8")
+            return [beside / name for name in texts]
 
-        return self._write({name: maker(text) for name, text in texts.items()})
+        return self.write_all(" and ".join(str(self.path / name) for name in texts), made)
 
-    def _write(self, files: Mapping[str, Callable[[Path], Any]]) -> list[Path]:
-        finals = [self.path / name for name in files]
-        # Of a name only the ending, by which pictures know their format: with more it might be too long.
-        endings = [final.suffix if len(final.suffix) < 10 else "" for final in finals]
-        drafts = [self.path / f".draft-{os.getpid()}-{i}{ending}" for i, ending in enumerate(endings)]
-        final = self.path
-        try:
-            for final, draft in zip(finals, drafts, strict=True):
-                files[final.name](draft)
-                to_disk(draft)
-            for final, draft in zip(finals, drafts, strict=True):
-                os.replace(draft, final)
-                self.holds_some = True
-        except OSError as error:
-            raise RunError(f"{final} could not be written: {error.strerror or error}.") from error
-        finally:
-            for draft in (*drafts, *drafts):  # what fails once may not fail again
-                with suppress(OSError):
-                    draft.unlink(missing_ok=True)
-        return finals
+    def write_all(self, what: str, make: Callable[[Path], list[Path]]) -> list[Path]:
+        """Let `make` write files into a folder beside; none takes the place of an older one before all are written.
 
-    def draw(self, make: Callable[[Path], list[Path]]) -> list[Path]:
-        """Let `make` write any number of files into a folder beside, then give them their place here."""
-        beside = self.path / f".pictures-{os.getpid()}"
+        Args:
+            what: the files, in the words of an error.
+            make: from the folder to the files that it wrote.
+        """
+        beside = self.path / f".draft-{os.getpid()}"
         try:
             beside.mkdir()
             made = make(beside)
             for path in made:
+                to_disk(path)
+            for path in made:
                 os.replace(path, self.path / path.name)
+                self.holds_some = True
         except OSError as error:
-            raise RunError(f"The pictures in {self.path} could not be written: {error.strerror or error}.") from error
+            raise RunError(f"{what} could not be written: {error.strerror or error}.") from error
         finally:
             for _ in range(2):  # what fails once may not fail again
                 shutil.rmtree(beside, ignore_errors=True)
@@ -175,7 +149,7 @@ def folder(path: Path | None) -> Iterator[Folder | None]:
     if path is None:
         yield None
         return
-    check_folder(path)
+    check_folder("--out", path)
     missing: list[Path] = []
     try:
         trial = path / f".trial-{os.getpid()}"
@@ -187,7 +161,7 @@ def folder(path: Path | None) -> Iterator[Folder | None]:
         except OSError as error:
             with suppress(OSError):
                 trial.unlink(missing_ok=True)
-            raise _unwritable(path, error) from error
+            raise unwritable("--out", path, error) from error
         made_ready = Folder(path)
         try:
             yield made_ready

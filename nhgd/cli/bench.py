@@ -18,6 +18,7 @@ import torch
 import typer
 
 from nhgd._memory import synchronise
+from nhgd._path import check_folder
 from nhgd._plan import readable
 from nhgd._progress import bar
 from nhgd._solver import Solver
@@ -39,7 +40,7 @@ from nhgd.cli._options import (
     keep_to_threads,
     note_crowding,
 )
-from nhgd.cli._output import check_folder, console, folder, jsonable, number, print_json, table
+from nhgd.cli._output import console, folder, jsonable, number, print_json, table
 from nhgd.cli._started import LAUNCHER, started_by_someone
 from nhgd.errors import InputError
 from nhgd.execution import EXECUTIONS, AbstractExecutor, Distributed, resolve
@@ -78,7 +79,7 @@ def bench(
         if value < least:
             raise InputError(f"--{option} must be a whole number of at least {least}, got {value}.")
     if out is not None:
-        check_folder(out)
+        check_folder("--out", out)
     names = _names(execution)
     experiment, how = Experiment.chosen(task, preset, method, parse(changes), lambda rest: _settings(names, rest))
     where = device_called(device)
@@ -115,7 +116,7 @@ def bench(
         if place is not None:
             kept = answer | {"trials": [_kept(name, trial) for name, some in trials.items() for trial in some]}
             place.write("bench.png", lambda path: executions.draw(path, answer))
-            place.write_text("bench.json", json.dumps(jsonable(kept), indent=2, allow_nan=False) + "\n")
+            place.write_texts({"bench.json": json.dumps(jsonable(kept), indent=2, allow_nan=False) + "\n"})
     if as_json:
         print_json(answer)
     else:

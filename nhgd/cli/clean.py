@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from nhgd._path import check_name
+from nhgd._path import check_folder, check_name
 from nhgd.cli._options import Device, Json, Seed, checked_seed, device_called
-from nhgd.cli._output import check_folder, console, folder, print_json, table
+from nhgd.cli._output import console, folder, print_json, table
 from nhgd.data.table import Features, Table, labels, read_table
 from nhgd.errors import InputError
 
@@ -106,7 +106,7 @@ def _write(path: Path, rows: Table, cleaner: Any) -> None:
 def _check_out(out: Path, train: Path, trusted: Path | None) -> None:
     """Refuse, before anything is read, a file that cannot be written or must not be."""
     check_name("--out", out)
-    check_folder(out.parent)
+    check_folder("--out", out.parent)
     if out.is_dir():
         raise InputError(f"--out {out} is a folder. Name a file, for example {out / 'weights.csv'}.")
     if out.exists() and not out.is_file():

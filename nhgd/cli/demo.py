@@ -14,9 +14,10 @@ import torch
 import typer
 from torch import Tensor
 
+from nhgd._path import check_folder
 from nhgd._solution import Solution
 from nhgd.cli._options import Json, Seed, checked_seed
-from nhgd.cli._output import check_folder, console, folder, jsonable, number, print_json, table
+from nhgd.cli._output import console, folder, jsonable, number, print_json, table
 from nhgd.plot.demo import Samples, draw
 from nhgd.task._classifier import Split, accuracy, fit, softmax_classifier
 from nhgd.task._images import CLASSES
@@ -51,7 +52,7 @@ def demo(
 ) -> None:
     """Clean a label set of which 40 % is wrong: accuracy before and after, and the wrong labels found. About 15 s."""
     started = time.perf_counter()
-    check_folder(out)
+    check_folder("--out", out)
     with folder(out) as place, one_thread():
         sets = TASK.load(checked_seed(seed), torch.device("cpu"))
         cleaned = {method: clean(method, seed, sets) for method in METHODS}
@@ -76,7 +77,7 @@ def demo(
         answer["picture"] = str(place.write("demo.png", lambda path: draw(path, answer, best, samples)))
         answer["seconds"] = time.perf_counter() - started
         answer["out"] = str(out)
-        place.write_text("result.json", json.dumps(jsonable(answer), indent=2, allow_nan=False) + "\n")
+        place.write_texts({"result.json": json.dumps(jsonable(answer), indent=2, allow_nan=False) + "\n"})
     if as_json:
         print_json(answer)
     else:

@@ -15,7 +15,7 @@ import torch
 import typer
 
 from nhgd._duration import seconds
-from nhgd._path import check_name
+from nhgd._path import check_folder, check_name
 from nhgd._solution import Solution
 from nhgd._solver import Solver
 from nhgd.checkpoint import claimed, exists, last_kept
@@ -38,7 +38,7 @@ from nhgd.cli._options import (
     keep_to_threads,
     note_crowding,
 )
-from nhgd.cli._output import Folder, check_folder, console, folder, jsonable, number, print_json, table
+from nhgd.cli._output import Folder, check_files, console, folder, jsonable, number, print_json, table
 from nhgd.cli._started import LAUNCHER, started_by_someone
 from nhgd.errors import InputError
 from nhgd.execution import AbstractExecutor, Distributed
@@ -97,7 +97,8 @@ def run(
     """
     _check_stop_rules(steps, budget)
     if out is not None:
-        check_folder(out, *FILES)
+        check_folder("--out", out)
+        check_files(out, *FILES)
     kept = _kept(checkpoint, checkpoint_every, resume, overwrite, out)
     where = device_called(device)
     _check_restarts(max_restarts, execution, resume)
@@ -269,7 +270,7 @@ def _written(place: Folder | None, answer: dict[str, Any], solution: Solution, i
     _write_numbers(place, answer, solution)
     # The pictures come last: none of them is worth losing the numbers.
     place.write("curve.png", solution.plot)
-    drawn = place.draw(instance.pictures)
+    drawn = place.write_all(f"The pictures in {place.path}", instance.pictures)
     return [*FILES, *(path.name for path in drawn)]
 
 

@@ -12,8 +12,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from nhgd._validation import is_class, shown
 from nhgd.errors import InputError
 from nhgd.loop.settings import OptimizerFactory
-from nhgd.schedule import Clock, Rate, Schedule
-from nhgd.schedule import resolve as resolve_rate
+from nhgd.schedule import Clock, Rate, Schedule, as_schedule
 from nhgd.variable import Variable
 
 
@@ -25,9 +24,9 @@ class Mover:
     ) -> None:
         self.variable = variable
         leaves = list(variable.leaves)
-        self.schedule: Schedule | None = None if rate is None else resolve_rate(rate, f"{level}_lr")
+        self.schedule: Schedule | None = None if rate is None else as_schedule(rate, f"{level}_lr")
         if optimizer is None or (is_class(optimizer) and issubclass(optimizer, Optimizer)):
-            self.schedule = self.schedule or resolve_rate(default, f"{level}_lr")
+            self.schedule = self.schedule or as_schedule(default, f"{level}_lr")
             lr = self.schedule.rate(Clock())
             chosen: Any = SGD if optimizer is None else optimizer
             self.optimizer: Optimizer = chosen(leaves, lr=lr)

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from nhgd._validation import fitted, number, shown
 from nhgd.errors import InputError, positive
-from nhgd.schedule import Rate
-from nhgd.schedule import resolve as resolve_rate
+from nhgd.schedule import Rate, as_schedule
 
 OptimizerFactory: TypeAlias = Callable[[list[Tensor]], Optimizer] | type[Optimizer] | Optimizer
 Projection: TypeAlias = float | tuple[float, float] | Callable[[Any], Any] | None
@@ -39,7 +38,7 @@ class LoopSettings:
         for name in ("inner_lr", "outer_lr"):
             rate = getattr(self, name)
             if rate is not None:
-                resolve_rate(rate, name)
+                as_schedule(rate, name)
         if self.outer_clip is not None:
             positive("Solver", outer_clip=self.outer_clip)
 

@@ -16,7 +16,7 @@ from nhgd._registry import summary
 from nhgd._solution import Solution
 from nhgd._solver import Solver
 from nhgd._validation import Validated, validated
-from nhgd.algorithm import AbstractAlgorithm, resolve
+from nhgd.algorithm import AbstractAlgorithm, prepared
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError, check_seed, unknown
 from nhgd.execution import AbstractExecutor
@@ -91,7 +91,7 @@ class Instance(ABC):
         """A method by name, ready for this problem and with the settings that suit the task."""
         name = self.method if method is None else method
         own = self.methods()
-        found = (own[name] if name in own else resolve(name)).prepared(self.problem)
+        found = prepared(own.get(name, name), self.problem)
         known = {f.name for f in fields(found)}
         return replace(found, **{key: value for key, value in self.method_settings.items() if key in known})
 
