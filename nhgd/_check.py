@@ -16,10 +16,10 @@ from nhgd._diagnosis import advice, diagnosed, flat
 from nhgd._memory import PeakMemory, synchronise
 from nhgd._progress import bar
 from nhgd._threads import on_suited_threads
-from nhgd._validation import validated
+from nhgd._validation import check_seed, validated
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import inner_batches, one_batch, reiterable
-from nhgd.errors import InputError, InverseWarning, check_seed
+from nhgd.errors import InputError, InverseWarning
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import implicit, measured
 from nhgd.inverse import INVERSES, AbstractInverse, resolve

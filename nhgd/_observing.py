@@ -23,10 +23,10 @@ from torch.utils.hooks import RemovableHandle
 from nhgd._autocast import set_aside
 from nhgd._recording.accounting import Call, LayerCall
 from nhgd._recording.recorder import Recorder
-from nhgd._validation import validated_but
+from nhgd._validation import check_seed, validated_but
 from nhgd.data.batch import Batch, first_bad, move
 from nhgd.data.loader import one_batch
-from nhgd.errors import InputError, NonFiniteError, check_seed
+from nhgd.errors import InputError, NonFiniteError
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import implicit, measured
 from nhgd.inverse import AbstractInverse

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from nhgd._autocast import set_aside
-from nhgd._validation import validated_but
+from nhgd._validation import check_seed, validated_but
 from nhgd.data.batch import Batch, first_bad
 from nhgd.data.loader import inner_batches
-from nhgd.errors import InputError, NonFiniteError, check_seed
+from nhgd.errors import InputError, NonFiniteError
 from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse import AbstractInverse
 from nhgd.inverse import resolve as resolve_inverse

@@ -20,11 +20,11 @@ from nhgd._randomness import Randomness
 from nhgd._solution import Metrics, Row, Solution, metric_values, statistics
 from nhgd._stagnation import Course, StagnationWarning, held_by
 from nhgd._start import refuse_idle, start
-from nhgd._validation import shown, validated, validated_but
+from nhgd._validation import check_seed, shown, validated, validated_but
 from nhgd.algorithm import AbstractAlgorithm, Loop, LoopSettings, prepared
 from nhgd.checkpoint import Checkpoints, CheckpointWriter, SavedCheckpoint
 from nhgd.data.batch import Batch
-from nhgd.errors import InputError, check_seed
+from nhgd.errors import InputError
 from nhgd.execution import AbstractExecutor
 from nhgd.execution.group import Report
 from nhgd.loop.settings import OptimizerFactory, Projection

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache, wraps
-from numbers import Real
+from numbers import Integral, Real
 from pathlib import Path
 from types import GenericAlias, NoneType, UnionType
 from typing import Any, Literal, TypeGuard, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -106,11 +106,7 @@ def validated(function: F) -> F:
 
 def validated_but(*names: str) -> Callable[[F], F]:
     """The same, some arguments left to the function, because it has better words for what may be wrong with them."""
-
-    def decorate(function: F) -> F:
-        return _checking(function, names)
-
-    return decorate
+    return lambda function: _checking(function, names)
 
 
 def _checking(function: F, but: Sequence[str]) -> F:
@@ -343,3 +339,59 @@ def _annotations(owner: Any) -> dict[str, Any]:
                 except Exception:
                     found.pop(name, None)
     return {name: hint for name, hint in found.items() if name != "return"}
+
+
+def positive(owner: str, **values: float) -> None:
+    """Refuse values that are not finite and above zero.
+
+    >>> positive("Strong", mu=0.0)
+    Traceback (most recent call last):
+    nhgd.errors.InputError: Strong: mu must be above 0, got 0.0.
+    """
+    for name, value in values.items():
+        if not _is_number(value) or not 0 < value < float("inf"):
+            raise InputError(f"{owner}: {name} must be {_finite(value)}above 0, got {value!r}.")
+
+
+def not_negative(owner: str, **values: float) -> None:
+    """Refuse values that are negative, infinite or undefined.
+
+    >>> not_negative("CG", damping=-1.0)
+    Traceback (most recent call last):
+    nhgd.errors.InputError: CG: damping must be 0 or more, got -1.0.
+    """
+    for name, value in values.items():
+        if not _is_number(value) or not 0 <= value < float("inf"):
+            raise InputError(f"{owner}: {name} must be {_finite(value)}0 or more, got {value!r}.")
+
+
+def counted(owner: str, **values: int) -> None:
+    """Refuse what is not a whole number of at least 1.
+
+    >>> counted("CG", steps=2.5)
+    Traceback (most recent call last):
+    nhgd.errors.InputError: CG: steps must be a whole number of at least 1, got 2.5.
+    """
+    for name, value in values.items():
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+            raise InputError(f"{owner}: {name} must be a whole number of at least 1, got {value!r}.")
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that not every random generator takes.
+
+    >>> check_seed(2**64)
+    Traceback (most recent call last):
+    nhgd.errors.InputError: seed must be a whole number from 0 to 2^63 - 1, got 18446744073709551616.
+    """
+    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+        raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}.")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _finite(value: object) -> str:
+    """A word more for what is above everything."""
+    return "finite and " if value == float("inf") else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from numbers import Integral, Real
 
 MOST = 100  # names that one sentence lists
 
@@ -90,62 +89,6 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
     error = InputError(f"There is no {kind} called '{name}'.{hint} Known: {', '.join(names[:MOST])}{more}.")
     error.unknown = kind
     return error
-
-
-def positive(owner: str, **values: float) -> None:
-    """Refuse values that are not finite and above zero.
-
-    >>> positive("Strong", mu=0.0)
-    Traceback (most recent call last):
-    nhgd.errors.InputError: Strong: mu must be above 0, got 0.0.
-    """
-    for name, value in values.items():
-        if not _number(value) or not 0 < value < float("inf"):
-            raise InputError(f"{owner}: {name} must be {_finite(value)}above 0, got {value!r}.")
-
-
-def not_negative(owner: str, **values: float) -> None:
-    """Refuse values that are negative, infinite or undefined.
-
-    >>> not_negative("CG", damping=-1.0)
-    Traceback (most recent call last):
-    nhgd.errors.InputError: CG: damping must be 0 or more, got -1.0.
-    """
-    for name, value in values.items():
-        if not _number(value) or not 0 <= value < float("inf"):
-            raise InputError(f"{owner}: {name} must be {_finite(value)}0 or more, got {value!r}.")
-
-
-def counted(owner: str, **values: int) -> None:
-    """Refuse what is not a whole number of at least 1.
-
-    >>> counted("CG", steps=2.5)
-    Traceback (most recent call last):
-    nhgd.errors.InputError: CG: steps must be a whole number of at least 1, got 2.5.
-    """
-    for name, value in values.items():
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{owner}: {name} must be a whole number of at least 1, got {value!r}.")
-
-
-def check_seed(seed: int) -> None:
-    """Refuse a seed that not every random generator takes.
-
-    >>> check_seed(2**64)
-    Traceback (most recent call last):
-    nhgd.errors.InputError: seed must be a whole number from 0 to 2^63 - 1, got 18446744073709551616.
-    """
-    if not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-        raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}.")
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _finite(value: object) -> str:
-    """A word more for what is above everything."""
-    return "finite and " if value == float("inf") else ""
 
 
 def percent(share: float) -> str:

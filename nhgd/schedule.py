@@ -11,8 +11,8 @@ from typing import TypeAlias, final
 
 from torch import Tensor
 
-from nhgd._validation import Validated
-from nhgd.errors import InputError, not_negative, positive
+from nhgd._validation import Validated, not_negative, positive
+from nhgd.errors import InputError
 
 
 @dataclass

@@ -7,8 +7,8 @@ from typing import ClassVar, final
 
 import torch
 
+from nhgd._validation import counted
 from nhgd.algorithm.base import AbstractAlgorithm
-from nhgd.errors import counted
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.loop.neumann_estimate import Estimator, check_series, draw, scaled
 

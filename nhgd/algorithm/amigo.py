@@ -8,8 +8,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from nhgd._validation import counted, positive
 from nhgd.algorithm.base import AbstractAlgorithm
-from nhgd.errors import counted, positive
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse import QuadraticSGD

@@ -8,8 +8,9 @@ from typing import ClassVar, Literal, final, get_args
 import torch
 from torch import Tensor
 
+from nhgd._validation import positive
 from nhgd.algorithm.base import AbstractAlgorithm
-from nhgd.errors import positive, unknown
+from nhgd.errors import unknown
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.schedule import Constant, Power, Rate, Schedule, as_schedule
 

@@ -9,8 +9,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from nhgd._validation import counted, not_negative
 from nhgd.algorithm.base import AbstractAlgorithm
-from nhgd.errors import counted, not_negative
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.loop.neumann_estimate import Estimator, check_series, draw, scaled
 

@@ -8,8 +8,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from nhgd._validation import not_negative, positive
 from nhgd.algorithm.base import AbstractAlgorithm
-from nhgd.errors import not_negative, positive
 from nhgd.loop.loop import Loop, StepInfo
 
 

@@ -8,9 +8,10 @@ from typing import ClassVar, Literal, NamedTuple, final, get_args
 import torch
 from torch import Tensor
 
+from nhgd._validation import counted, not_negative
 from nhgd.algorithm.aid import check_batches
 from nhgd.algorithm.base import AbstractAlgorithm
-from nhgd.errors import InputError, counted, not_negative, unknown
+from nhgd.errors import InputError, unknown
 from nhgd.inverse import AbstractInverse, FisherDense, FisherWindow, Refined
 from nhgd.inverse._learned.automatic import automatic
 from nhgd.loop.calibration import calibrate

@@ -7,9 +7,10 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
+from nhgd._validation import not_negative
 from nhgd.algorithm.aid import check_batches
 from nhgd.algorithm.base import AbstractAlgorithm
-from nhgd.errors import InputError, not_negative
+from nhgd.errors import InputError
 from nhgd.inverse import AbstractInverse, FisherDense, Refined
 from nhgd.inverse._learned.automatic import automatic
 from nhgd.loop.calibration import calibrate

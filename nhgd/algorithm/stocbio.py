@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Literal, final, get_args
 import torch
 from torch import Tensor
 
+from nhgd._validation import counted, positive
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import Data
-from nhgd.errors import InputError, counted, positive, unknown
+from nhgd.errors import InputError, unknown
 from nhgd.inverse._krylov.richardson import safe_step
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.loop.neumann_estimate import Sample, check_series, scaled

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final, get_args
 
+from nhgd._validation import counted
 from nhgd.algorithm.base import AbstractAlgorithm
-from nhgd.errors import counted, unknown
+from nhgd.errors import unknown
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.loop.neumann_estimate import Estimator, check_series, draw, scaled
 

@@ -10,10 +10,11 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from nhgd._validation import counted
 from nhgd.algorithm.aid import check_batches
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.data.batch import Batch, move, sizes
-from nhgd.errors import InverseWarning, NonFiniteError, counted
+from nhgd.errors import InverseWarning, NonFiniteError
 from nhgd.inverse._krylov.richardson import safe_step
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.loop.neumann_estimate import check_series, draw, estimate

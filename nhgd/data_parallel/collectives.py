@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nhgd.errors import InputError, PeerError, RunError, positive
+from nhgd._validation import positive
+from nhgd.errors import InputError, PeerError, RunError
 
 RANK_SEED = 0x9E3779B97F4A7C15  # far apart, so that the seeds of one worker are never those of another
 

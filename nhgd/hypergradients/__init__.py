@@ -10,10 +10,10 @@ from nhgd import _threads as threads
 from nhgd._autocast import set_aside
 from nhgd._cost import largest
 from nhgd._registry import Registry
-from nhgd._validation import validated_but
+from nhgd._validation import check_seed, validated_but
 from nhgd.data.batch import Batch, common_length, move
 from nhgd.data.loader import inner_batches, one_batch
-from nhgd.errors import InputError, NonFiniteError, check_seed
+from nhgd.errors import InputError, NonFiniteError
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
 from nhgd.hypergradients.implicit import Implicit, implicit
 from nhgd.hypergradients.unrolled import Unrolled

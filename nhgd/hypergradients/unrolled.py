@@ -9,8 +9,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from nhgd._validation import counted, positive
 from nhgd.data.batch import Batch
-from nhgd.errors import InputError, counted, positive
+from nhgd.errors import InputError
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
 from nhgd.inverse._krylov.richardson import safe_step
 from nhgd.inverse.base import AbstractInverse, SolveStats

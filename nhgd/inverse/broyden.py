@@ -9,7 +9,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.errors import NonFiniteError, counted, not_negative
+from nhgd._validation import counted, not_negative
+from nhgd.errors import NonFiniteError
 from nhgd.inverse._krylov.curvature import Curvature
 from nhgd.inverse._krylov.least_residual import GAIN
 from nhgd.inverse.base import Iterative, SolveStats, vector_bytes

@@ -8,7 +8,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.errors import counted, not_negative
+from nhgd._validation import counted, not_negative
 from nhgd.inverse._krylov.pcg import pcg
 from nhgd.inverse.base import Iterative, SolveStats, vector_bytes
 from nhgd.oracle import Oracle

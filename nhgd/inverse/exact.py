@@ -9,7 +9,8 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.errors import InputError, NonFiniteError, counted, not_negative
+from nhgd._validation import counted, not_negative
+from nhgd.errors import InputError, NonFiniteError
 from nhgd.inverse.base import Iterative, SolveStats
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from nhgd.errors import InputError, NonFiniteError, not_negative, positive, unknown
+from nhgd._validation import not_negative, positive
+from nhgd.errors import InputError, NonFiniteError, unknown
 from nhgd.inverse._learned.damping import refuse_singular, resolve_damping
 from nhgd.inverse._learned.graph import Graphable
 from nhgd.inverse._learned.state import State

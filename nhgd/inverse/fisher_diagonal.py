@@ -9,7 +9,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.errors import InputError, counted, positive
+from nhgd._validation import counted, positive
+from nhgd.errors import InputError
 from nhgd.inverse._learned.damping import resolve_damping
 from nhgd.inverse._learned.periods import Periodic, check_overhead
 from nhgd.inverse._learned.state import State

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from nhgd._recording.accounting import held
+from nhgd._validation import not_negative, positive
 from nhgd.data_parallel import Team
-from nhgd.errors import InputError, NonFiniteError, not_negative, positive, unknown
+from nhgd.errors import InputError, NonFiniteError, unknown
 from nhgd.inverse._learned.damping import refuse_singular, resolve_damping
 from nhgd.inverse._learned.gram import PIECE
 from nhgd.inverse._learned.ring import NewRows, WindowState, by_sample, factors_pay, fit, layer_rows, pairs

@@ -7,7 +7,7 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from nhgd.errors import positive
+from nhgd._validation import positive
 from nhgd.inverse.base import Iterative, SolveStats
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable

@@ -9,7 +9,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.errors import counted, not_negative, positive
+from nhgd._validation import counted, not_negative, positive
 from nhgd.inverse._krylov.curvature import Curvature
 from nhgd.inverse._krylov.richardson import richardson, safe_step
 from nhgd.inverse.base import POOR, Iterative, SolveStats, vector_bytes

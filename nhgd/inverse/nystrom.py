@@ -9,7 +9,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.errors import NonFiniteError, counted, not_negative
+from nhgd._validation import counted, not_negative
+from nhgd.errors import NonFiniteError
 from nhgd.inverse._learned.damping import SHARE
 from nhgd.inverse.base import POOR, Iterative, SolveStats, vector_bytes
 from nhgd.oracle import Oracle

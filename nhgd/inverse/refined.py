@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal, final, get_args
 
 from torch import Tensor
 
-from nhgd.errors import InputError, counted, not_negative, unknown
+from nhgd._validation import counted, not_negative
+from nhgd.errors import InputError, unknown
 from nhgd.inverse._krylov.pcg import pcg
 from nhgd.inverse.base import AbstractInverse, Learned, SolveStats, vector_bytes
 from nhgd.inverse.kfac import KFAC

@@ -10,7 +10,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from nhgd.errors import counted, not_negative, positive
+from nhgd._validation import counted, not_negative, positive
 from nhgd.inverse._krylov.richardson import richardson, safe_step
 from nhgd.inverse.base import POOR, Iterative, SolveStats, vector_bytes
 from nhgd.oracle import Oracle

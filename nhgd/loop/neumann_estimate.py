@@ -19,8 +19,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from nhgd._validation import counted, positive
 from nhgd.data.batch import Batch
-from nhgd.errors import InverseWarning, counted, positive, unknown
+from nhgd.errors import InverseWarning, unknown
 from nhgd.inverse._krylov.richardson import safe_step
 from nhgd.loop.loop import Loop
 

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nhgd._validation import fitted, number, shown
-from nhgd.errors import InputError, positive
+from nhgd._validation import fitted, number, positive, shown
+from nhgd.errors import InputError
 from nhgd.schedule import Rate, as_schedule
 
 OptimizerFactory: TypeAlias = Callable[[list[Tensor]], Optimizer] | type[Optimizer] | Optimizer

@@ -14,10 +14,10 @@ from sklearn.utils.validation import check_is_fitted, check_random_state, valida
 from torch import Tensor, nn
 
 from nhgd._solver import Solver
-from nhgd._validation import check_settings
+from nhgd._validation import check_settings, counted, not_negative
 from nhgd.data.device import usable_device
 from nhgd.data.loader import Data
-from nhgd.errors import InputError, counted, not_negative
+from nhgd.errors import InputError
 from nhgd.task._classifier import Split, fit, softmax_classifier
 from nhgd.task._weighted_training import WeightedTraining, inner_settings, nhgd_for, outer_settings
 from nhgd.task._weighting import ByLoss

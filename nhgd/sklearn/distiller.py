@@ -14,10 +14,10 @@ from torch import Tensor
 
 from nhgd._solution import Row
 from nhgd._solver import Solver
-from nhgd._validation import check_settings
+from nhgd._validation import check_settings, counted, positive
 from nhgd.data.device import usable_device
 from nhgd.data.loader import Data
-from nhgd.errors import InputError, counted, positive, unknown
+from nhgd.errors import InputError, unknown
 from nhgd.task._classifier import Architecture, trained
 from nhgd.task.distillation import distilling, nhgd_for, noisy_means, outer_settings
 

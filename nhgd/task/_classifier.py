@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nhgd.errors import RunError, counted, unknown
+from nhgd._validation import counted
+from nhgd.errors import RunError, unknown
 from nhgd.task._inner_solver import lbfgs
 
 MODELS = ("linear", "mlp")

@@ -15,10 +15,10 @@ from nhgd._randomness import Randomness
 from nhgd._registry import summary
 from nhgd._solution import Solution
 from nhgd._solver import Solver
-from nhgd._validation import Validated, validated
+from nhgd._validation import Validated, check_seed, validated
 from nhgd.algorithm import AbstractAlgorithm, prepared
 from nhgd.data.batch import Batch
-from nhgd.errors import InputError, check_seed, unknown
+from nhgd.errors import InputError, unknown
 from nhgd.execution import AbstractExecutor
 from nhgd.problem import Bilevel
 from nhgd.task._parser import convert, kinds

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from nhgd._randomness import Randomness
 from nhgd._solution import Solution
+from nhgd._validation import counted, not_negative, positive
 from nhgd.algorithm import AbstractAlgorithm
 from nhgd.data.loader import Data
-from nhgd.errors import InputError, counted, not_negative, positive
+from nhgd.errors import InputError
 from nhgd.execution import Inline
 from nhgd.inverse._krylov.spectrum import largest_eigenvalue
 from nhgd.loop.loop import Loop

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from nhgd._solution import Solution
+from nhgd._validation import counted, positive
 from nhgd.algorithm import NHGD, AbstractAlgorithm
 from nhgd.data.loader import Data
-from nhgd.errors import InputError, counted, positive
+from nhgd.errors import InputError
 from nhgd.inverse import KFAC, FisherWindow
 from nhgd.losses import Losses
 from nhgd.plot.png import grid, write_png

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nhgd._validation import positive
 from nhgd.data.bundled import breast_cancer
 from nhgd.data.loader import Data
-from nhgd.errors import InputError, positive
+from nhgd.errors import InputError
 from nhgd.losses import Losses
 from nhgd.problem import Bilevel
 from nhgd.task._classifier import linear_classifier

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor, nn
 
+from nhgd._validation import not_negative, positive
 from nhgd.data.loader import Data
-from nhgd.errors import InputError, not_negative, positive
+from nhgd.errors import InputError
 from nhgd.losses import Losses
 from nhgd.problem import Bilevel
 from nhgd.task._classifier import linear_classifier

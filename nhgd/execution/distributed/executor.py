@@ -7,7 +7,8 @@ from typing import Any, ClassVar, final
 
 from torch import Tensor
 
-from nhgd.errors import InputError, RunError, positive
+from nhgd._validation import positive
+from nhgd.errors import InputError, RunError
 from nhgd.execution._remote import asking
 from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
 from nhgd.execution.distributed.assignment import Division

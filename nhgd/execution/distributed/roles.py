@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nhgd.errors import InputError, counted
+from nhgd._validation import counted
+from nhgd.errors import InputError
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from nhgd.errors import InputError, not_negative, positive
+from nhgd._validation import not_negative, positive
+from nhgd.errors import InputError
 from nhgd.inverse._learned.damping import resolve_damping
 from nhgd.inverse._learned.eigenbasis import Solver, block_solver, decompositions
 from nhgd.inverse._learned.graph import Graphable

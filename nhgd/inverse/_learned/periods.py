@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import ceil, sqrt
 from typing import Any, TypeVar
 
-from nhgd.errors import InputError, not_negative, positive
+from nhgd._validation import not_negative, positive
+from nhgd.errors import InputError
 from nhgd.inverse.base import Learned
 
 S = TypeVar("S")

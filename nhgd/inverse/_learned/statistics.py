@@ -7,7 +7,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from nhgd.errors import InputError, not_negative, unknown
+from nhgd._validation import not_negative
+from nhgd.errors import InputError, unknown
 from nhgd.record import FisherKind
 
 

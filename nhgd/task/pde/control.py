@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from nhgd._solution import Solution
+from nhgd._validation import counted, not_negative, positive
 from nhgd.algorithm import NHGD, AbstractAlgorithm
 from nhgd.data.loader import Data
-from nhgd.errors import InputError, counted, not_negative, positive
+from nhgd.errors import InputError
 from nhgd.inverse import FisherWindow
 from nhgd.plot.heat import draw_control, draw_state
 from nhgd.schedule import Decay, Rate

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.quasirandom import SobolEngine
 
-from nhgd.errors import counted
+from nhgd._validation import counted
 from nhgd.losses import Losses
 from nhgd.problem import Bilevel
 from nhgd.task.pde.jet import Jet, JetNet

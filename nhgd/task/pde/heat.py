@@ -19,7 +19,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from nhgd.errors import counted, positive
+from nhgd._validation import counted, positive
 from nhgd.task.pde.equation import AbstractResidual, Control, box, sides
 from nhgd.task.pde.jet import Jet, JetNet
 
