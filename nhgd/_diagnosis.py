@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nhgd._progress import Tick
-from nhgd._reference import ByProducts, Dense, Reference, Solved
+from nhgd._reference import ByProducts, Dense, Reference, ReferenceSolution
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError, percent
 from nhgd.oracle import Oracle, OuterGradient
@@ -36,7 +36,7 @@ class Diagnosis:
 
     reference: Reference
     method: str
-    adjoint: Solved
+    adjoint: ReferenceSolution
     hypergradient: Tensor | None
     gradient: float
     distance: float | None

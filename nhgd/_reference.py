@@ -12,20 +12,20 @@ from torch import Tensor
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.inverse import AbstractInverse, Identity, Refined
-from nhgd.inverse._krylov.minimal_residuals import flat, minimal_residuals
+from nhgd.inverse._krylov.minimal_residuals import minimal_residuals, range_tolerance
 from nhgd.inverse._learned.automatic import automatic
 from nhgd.inverse._learned.learning import learn
 from nhgd.inverse.exact import Factorised, dense
 from nhgd.oracle import Oracle
 
 
-def solved(dtype: torch.dtype) -> float:
+def tolerance(dtype: torch.dtype) -> float:
     """The residual, within the range of H, up to which a solution may be compared with."""
     return min(0.1, max(1e-6, 1e3 * torch.finfo(dtype).eps))
 
 
 @dataclass(frozen=True)
-class Solved:
+class ReferenceSolution:
     """The shortest x with the least |H x - u|.
 
     Attributes:
@@ -58,7 +58,7 @@ class Reference(Protocol):
     smallest: float | None
     largest: float
 
-    def solve(self, u: Tensor) -> Solved:
+    def solve(self, u: Tensor) -> ReferenceSolution:
         """The solution for one right-hand side."""
         ...
 
@@ -76,11 +76,11 @@ class Dense:
         self.smallest = self._found.smallest
         self.largest = self._found.largest
 
-    def solve(self, u: Tensor) -> Solved:
+    def solve(self, u: Tensor) -> ReferenceSolution:
         """Of the right-hand side's part within the range."""
         x, residual, outside = self._found.solve(u)
         error = max(residual**2 - outside**2, 0.0) ** 0.5
-        return Solved(x if error <= solved(u.dtype) else None, residual, outside, error)
+        return ReferenceSolution(x if error <= tolerance(u.dtype) else None, residual, outside, error)
 
 
 class ByProducts:
@@ -115,11 +115,11 @@ class ByProducts:
             return Refined(Identity(), steps=self._steps, tol=1e-11)
         return made
 
-    def solve(self, u: Tensor) -> Solved:
+    def solve(self, u: Tensor) -> ReferenceSolution:
         """By the one or the other way, with the true residual."""
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
         if not bool(u.any()):
-            return Solved(torch.zeros_like(u), 0.0, 0.0, 0.0)
+            return ReferenceSolution(torch.zeros_like(u), 0.0, 0.0, 0.0)
         if not self.negative and not self.singular:
             x, best = torch.zeros_like(u), 1.0
             for _ in range(10):
@@ -132,24 +132,26 @@ class ByProducts:
                     x, best = found, residual
                 if best <= 1e-10 or not gained:
                     break
-            if best <= solved(u.dtype):
-                return Solved(x, best, 0.0, best)
+            if best <= tolerance(u.dtype):
+                return ReferenceSolution(x, best, 0.0, best)
         return self._by_minimal_residuals(u, size)
 
-    def _by_minimal_residuals(self, u: Tensor, size: float) -> Solved:
+    def _by_minimal_residuals(self, u: Tensor, size: float) -> ReferenceSolution:
         self.method = "minimal residuals"
         first = minimal_residuals(self._at.hvp, u, 1e-10, self._steps)
         self.largest = max(self.largest, first.largest)
         r = u - self._at.hvp(first.x)
         residual = float(r.norm()) / size
-        if residual <= solved(u.dtype):
-            return Solved(first.x, residual, 0.0, residual)
+        if residual <= tolerance(u.dtype):
+            return ReferenceSolution(first.x, residual, 0.0, residual)
         # At a least residual H r = 0.
-        if not float(self._at.hvp(r).norm()) <= 10 * flat(u.dtype) * self.largest * float(r.norm()):
-            return Solved(None, residual, 0.0, residual)
+        if not float(self._at.hvp(r).norm()) <= 10 * range_tolerance(u.dtype) * self.largest * float(r.norm()):
+            return ReferenceSolution(None, residual, 0.0, residual)
         self.singular = True
         within = u - r
         second = minimal_residuals(self._at.hvp, within, 1e-10, self._steps)
         left = u - self._at.hvp(second.x)
         error = float((left - r).norm()) / size
-        return Solved(second.x if error <= solved(u.dtype) else None, float(left.norm()) / size, residual, error)
+        return ReferenceSolution(
+            second.x if error <= tolerance(u.dtype) else None, float(left.norm()) / size, residual, error
+        )

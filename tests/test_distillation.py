@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import nhgd
 from nhgd.cli._program import app
 from nhgd.inverse import KFAC, FisherWindow, Refined
-from nhgd.plot.png import grid, write_png
+from nhgd.plot.png import image_grid, write_png
 from nhgd.task import Distillation
 from nhgd.task._classifier import Architecture, accuracy_of, cross_entropies, largest_curvature, mean_loss, trained
 from nhgd.task.distillation import distilling, nhgd_for, page, some_of_each
@@ -281,7 +281,7 @@ class TestNumbers:
 class TestPictures:
     def test_a_grid_puts_every_image_in_its_place(self):
         images = torch.arange(12.0).reshape(3, 2, 2) / 12
-        found = grid(images, columns=2, zoom=3)
+        found = image_grid(images, columns=2, zoom=3)
         assert found.shape == (21, 21)
         small = found[1::3, 1::3]
         assert torch.equal(small[1:3, 1:3], images[0])

@@ -12,7 +12,7 @@ from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.algorithm.soba import adjoint_rate, check_rate
 from nhgd.data.batch import Batch
 from nhgd.loop.loop import Loop, StepInfo
-from nhgd.loop.storm import check_momentum, momentum
+from nhgd.loop.storm import check_momentum, momentum_at
 from nhgd.schedule import Schedule
 
 
@@ -69,7 +69,7 @@ class FSLA(AbstractAlgorithm):
     def step(self, loop: Loop, state: FSLAState) -> tuple[FSLAState, StepInfo]:
         """One iteration."""
         v = loop.problem.v
-        eta = momentum(self.momentum, loop.clock)
+        eta = momentum_at(self.momentum, loop.clock)
         rate = adjoint_rate(loop, self.adjoint_lr)
         last = loop.problem.theta.flat()
         loss = loop.inner_step()

@@ -20,7 +20,7 @@ from nhgd.schedule import Schedule
 
 
 @dataclass
-class Table:
+class GradientTable:
     """What each batch of a fixed partition said when it was last asked.
 
     Attributes:
@@ -56,8 +56,8 @@ class SABAState:
     """The adjoint x, (D,), and a table for each level, filled at the first step."""
 
     adjoint: Tensor
-    inner: Table | None = None
-    outer: Table | None = None
+    inner: GradientTable | None = None
+    outer: GradientTable | None = None
 
 
 @final
@@ -147,7 +147,7 @@ def _outer_row(at: Oracle) -> tuple[Tensor, Tensor]:
 
 def _filled(
     stream: Stream, row: Callable[[Batch], Tensor], count: Callable[[list[Batch]], list[int]] | None = None
-) -> Table:
+) -> GradientTable:
     """Cut the data into batches, for good, and ask each of them once. `count` says how many samples batches have."""
     source = stream.source
     if isinstance(source, Data):
@@ -160,7 +160,7 @@ def _filled(
         counts = sizes(batches, stream.name) if count is None else count(batches)
     shares = [n / sum(counts) for n in counts]
     rows = torch.stack([row(_batch(stream, order, index)) for index in range(len(counts))])
-    return Table(order, shares, rows, rows.new_tensor(shares) @ rows)
+    return GradientTable(order, shares, rows, rows.new_tensor(shares) @ rows)
 
 
 def _batch(stream: Stream, order: Tensor, index: int) -> Batch:

@@ -50,7 +50,7 @@ def count(value: Any, where: str) -> None:
     _be(type(value) is int and 0 <= value < LARGEST, where, "a whole number of at least 0")
 
 
-def counted(value: Any, where: str) -> None:
+def count_from_1(value: Any, where: str) -> None:
     """A whole number of at least 1."""
     _be(type(value) is int and 1 <= value < LARGEST, where, "a whole number of at least 1")
 
@@ -218,7 +218,7 @@ def check_document(contents: Any, tensors: Mapping[str, Tensor], trees: Iterable
     record(
         step=count,
         torch=text,
-        threads=counted,
+        threads=count_from_1,
         python=text,
         problem=record(device=text, theta=_VARIABLE, v=_VARIABLE),
         optimisers=record(inner=_OPTIMISER, outer=_OPTIMISER),

@@ -21,8 +21,8 @@ from nhgd.problem import Bilevel
 FREE = ("execution", "max_lag", "metrics", "metrics_every", "checkpoint_every")
 # What a setting must be that was read from a file; the solver looks at values, and at those that are given.
 _PLAIN: dict[str, schema.Check] = {
-    "inner_steps": schema.counted,
-    "metrics_every": schema.counted,
+    "inner_steps": schema.count_from_1,
+    "metrics_every": schema.count_from_1,
     "seed": schema.count,
     "execution": schema.text,
     "max_lag": schema.optional(schema.count),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nhgd._validation import counted, not_negative
 from nhgd.errors import NonFiniteError
-from nhgd.inverse._krylov.curvature import Curvature
+from nhgd.inverse._krylov.curvature import DirectionalCurvature
 from nhgd.inverse._krylov.least_residual import GAIN
 from nhgd.inverse.base import Iterative, SolveStats, vector_bytes
 from nhgd.oracle import Oracle
@@ -74,7 +74,7 @@ class Broyden(Iterative):
         r = u - y
         found = _Approximation(x, y, min(self.pairs, self.steps + 1), self.projected)
         found.learn(x, y)
-        seen = Curvature("Broyden", u.dtype)
+        seen = DirectionalCurvature("Broyden", u.dtype)
         s = x
         best, least = torch.zeros_like(u), size
         sure: tuple[Tensor, float] | None = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nhgd._validation import counted, not_negative, positive
-from nhgd.inverse._krylov.curvature import Curvature
+from nhgd.inverse._krylov.curvature import DirectionalCurvature
 from nhgd.inverse._krylov.richardson import richardson, safe_step
 from nhgd.inverse.base import POOR, Iterative, SolveStats, vector_bytes
 from nhgd.oracle import Oracle
@@ -61,7 +61,7 @@ class Neumann(Iterative):
         """Sum the series."""
         before = oracle.calls.hvps
         phi = safe_step(oracle, u, self.power_steps, self.damping) if self.phi is None else self.phi
-        seen = Curvature("Neumann", u.dtype)
+        seen = DirectionalCurvature("Neumann", u.dtype)
         x, residual, grew = self._sum(u, oracle, phi, seen)
         halved = 0
         while grew and self.phi is None and halved < 8:
@@ -72,7 +72,7 @@ class Neumann(Iterative):
         converged = residual <= (self.tol or POOR) and not grew
         return x, SolveStats(residual, oracle.calls.hvps - before, converged, notes)
 
-    def _sum(self, u: Tensor, oracle: Oracle, phi: float, seen: Curvature) -> tuple[Tensor, float, bool]:
+    def _sum(self, u: Tensor, oracle: Oracle, phi: float, seen: DirectionalCurvature) -> tuple[Tensor, float, bool]:
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
         taken = 0
 

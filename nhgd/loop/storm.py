@@ -31,7 +31,7 @@ def check_momentum(owner: str, **values: float | Schedule) -> None:
             )
 
 
-def momentum(value: float | Schedule, clock: Clock) -> float:
+def momentum_at(value: float | Schedule, clock: Clock) -> float:
     """eta now; 1 at the first outer step, when there is nothing to correct."""
     if clock.k == 0:
         return 1.0
@@ -69,7 +69,7 @@ def both_levels(
 ) -> tuple[Trail, StepInfo]:
     """One iteration with recursive momentum on theta and on v: both directions at the same point, then both moves."""
     theta, v = loop.problem.theta, loop.problem.v
-    eta_theta, eta_v = momentum(inner_momentum, loop.clock), momentum(outer_momentum, loop.clock)
+    eta_theta, eta_v = momentum_at(inner_momentum, loop.clock), momentum_at(outer_momentum, loop.clock)
 
     objective = loop.objective(loop.inner_batch(), loop.seed() + 1)
     found = loop.gradient(objective)

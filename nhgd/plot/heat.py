@@ -11,7 +11,7 @@ from torch import Tensor
 from nhgd.plot.figure import figure
 
 
-class Objective(Protocol):
+class ControlObjective(Protocol):
     """What a control is worth, and the best there is."""
 
     @property
@@ -28,7 +28,7 @@ class Objective(Protocol):
         """Its value."""
 
 
-def draw_control(path: Path, on_grid: Objective, continuous: Objective, f: Tensor) -> Path:
+def draw_control(path: Path, on_grid: ControlObjective, continuous: ControlObjective, f: Tensor) -> Path:
     """The learnt source over time beside the best there is, for either reading of the objective."""
     drawn = figure(6.4, 3.6)
     axes = drawn.subplots()

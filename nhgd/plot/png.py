@@ -29,10 +29,10 @@ def _chunk(kind: bytes, body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 
-def grid(images: Tensor, columns: int, zoom: int = 1, gap: int = 1) -> Tensor:
+def image_grid(images: Tensor, columns: int, zoom: int = 1, gap: int = 1) -> Tensor:
     """Images (N, rows, columns) side by side in lines of `columns`, each pixel `zoom` wide, on white.
 
-    >>> grid(torch.zeros(3, 4, 4), columns=2).shape
+    >>> image_grid(torch.zeros(3, 4, 4), columns=2).shape
     torch.Size([11, 11])
     """
     count, high, wide = images.shape

@@ -18,7 +18,7 @@ from nhgd.schedule import Power
 
 
 @dataclass(frozen=True)
-class Row:
+class PaperRow:
     """The settings of one method in one experiment, in the paper's symbols; 0 for those the method does not have.
 
     Attributes:
@@ -69,41 +69,41 @@ OPEN: Mapping[str, str] = {
 # Inner steps of the methods with two loops. For the cleaning task and for n = 100 they are printed; see OPEN for n = 5.
 INNER_STEPS: Mapping[str, int] = {"cleaning": 10, "distillation-5": 30, "distillation-100": 30}
 
-TABLE: Mapping[str, Mapping[str, Row]] = {
+TABLE: Mapping[str, Mapping[str, PaperRow]] = {
     # MNIST, 50,000 samples, half of them relabelled, D = 1024, ridge 1e-4: Cleaning.preset("paper").
     "cleaning": {
-        "nhgd-paper": Row(eta=0.01, alpha=0.5, M=5, beta=0.8),
-        "stocbio": Row(eta=0.01, alpha=1.0, B=100, phi=0.01, mu=1e-4, K=10),  # K: open
-        "amigo": Row(eta=0.01, alpha=0.5, beta=0.001, K=10),  # K: open
-        "ttsa": Row(eta=0.01, alpha=0.5, K=10, phi=0.1),  # phi, c_in, c_out: open
-        "soba": Row(eta=0.1, alpha=0.5),  # c_in, c_out: open
-        "aid-neumann-10": Row(eta=0.005, alpha=1.0, M=5, phi=0.1, K=10),
-        "aid-neumann-40": Row(eta=0.01, alpha=1.0, M=5, phi=0.1, K=40),
-        "aid-cg-10": Row(eta=0.01, alpha=0.5, M=5, K=10),
-        "aid-cg-40": Row(eta=0.01, alpha=0.1, M=5, K=40),
+        "nhgd-paper": PaperRow(eta=0.01, alpha=0.5, M=5, beta=0.8),
+        "stocbio": PaperRow(eta=0.01, alpha=1.0, B=100, phi=0.01, mu=1e-4, K=10),  # K: open
+        "amigo": PaperRow(eta=0.01, alpha=0.5, beta=0.001, K=10),  # K: open
+        "ttsa": PaperRow(eta=0.01, alpha=0.5, K=10, phi=0.1),  # phi, c_in, c_out: open
+        "soba": PaperRow(eta=0.1, alpha=0.5),  # c_in, c_out: open
+        "aid-neumann-10": PaperRow(eta=0.005, alpha=1.0, M=5, phi=0.1, K=10),
+        "aid-neumann-40": PaperRow(eta=0.01, alpha=1.0, M=5, phi=0.1, K=40),
+        "aid-cg-10": PaperRow(eta=0.01, alpha=0.5, M=5, K=10),
+        "aid-cg-40": PaperRow(eta=0.01, alpha=0.1, M=5, K=40),
     },
     # Fashion-MNIST, n = 5 images a class, all 50 in every batch, ridge 1 / 15680: Distillation.preset("paper-5").
     "distillation-5": {
-        "nhgd-paper": Row(eta=1.0, alpha=0.01, M=1, beta=0.0),  # beta: impossible
-        "amigo": Row(eta=0.001, alpha=0.005, beta=1.0, K=10),  # K: open
-        "ttsa": Row(eta=10.0, alpha=0.01, K=10, phi=0.1),  # phi: open; c_in = c_out = 0 are printed
-        "soba": Row(eta=2.0, alpha=1.9, c_in=0.8, c_out=0.2),
-        "aid-neumann-10": Row(eta=0.1, alpha=0.005, M=1, phi=0.1, K=10),
-        "aid-neumann-40": Row(eta=1.0, alpha=0.001, M=1, phi=0.1, K=40),
-        "aid-cg-10": Row(eta=0.001, alpha=0.001, M=1, K=10),
-        "aid-cg-40": Row(eta=0.001, alpha=0.001, M=1, K=40),
+        "nhgd-paper": PaperRow(eta=1.0, alpha=0.01, M=1, beta=0.0),  # beta: impossible
+        "amigo": PaperRow(eta=0.001, alpha=0.005, beta=1.0, K=10),  # K: open
+        "ttsa": PaperRow(eta=10.0, alpha=0.01, K=10, phi=0.1),  # phi: open; c_in = c_out = 0 are printed
+        "soba": PaperRow(eta=2.0, alpha=1.9, c_in=0.8, c_out=0.2),
+        "aid-neumann-10": PaperRow(eta=0.1, alpha=0.005, M=1, phi=0.1, K=10),
+        "aid-neumann-40": PaperRow(eta=1.0, alpha=0.001, M=1, phi=0.1, K=40),
+        "aid-cg-10": PaperRow(eta=0.001, alpha=0.001, M=1, K=10),
+        "aid-cg-40": PaperRow(eta=0.001, alpha=0.001, M=1, K=40),
     },
     # Fashion-MNIST, n = 100 images a class, D = 128; its ridge is not given, that of n = 5: Distillation.preset("paper-100").
     "distillation-100": {
-        "nhgd-paper": Row(eta=1.0, alpha=0.5, M=5, beta=0.99),
-        "stocbio": Row(eta=1.0, alpha=1.0, B=5, phi=0.01, mu=1e-4, K=10),  # K: open
-        "amigo": Row(eta=0.001, alpha=1.0, beta=1.0, K=10),  # K: open
-        "ttsa": Row(eta=1.0, alpha=0.1, K=10, phi=0.1),  # phi, c_in, c_out: open
-        "soba": Row(eta=0.5, alpha=1.0),  # c_in, c_out: open
-        "aid-neumann-10": Row(eta=1.0, alpha=0.5, M=5, phi=0.05, K=10),
-        "aid-neumann-40": Row(eta=1.0, alpha=0.1, M=5, phi=0.1, K=40),
-        "aid-cg-10": Row(eta=0.005, alpha=0.5, M=5, K=10),
-        "aid-cg-40": Row(eta=0.005, alpha=0.5, M=5, K=40),
+        "nhgd-paper": PaperRow(eta=1.0, alpha=0.5, M=5, beta=0.99),
+        "stocbio": PaperRow(eta=1.0, alpha=1.0, B=5, phi=0.01, mu=1e-4, K=10),  # K: open
+        "amigo": PaperRow(eta=0.001, alpha=1.0, beta=1.0, K=10),  # K: open
+        "ttsa": PaperRow(eta=1.0, alpha=0.1, K=10, phi=0.1),  # phi, c_in, c_out: open
+        "soba": PaperRow(eta=0.5, alpha=1.0),  # c_in, c_out: open
+        "aid-neumann-10": PaperRow(eta=1.0, alpha=0.5, M=5, phi=0.05, K=10),
+        "aid-neumann-40": PaperRow(eta=1.0, alpha=0.1, M=5, phi=0.1, K=40),
+        "aid-cg-10": PaperRow(eta=0.005, alpha=0.5, M=5, K=10),
+        "aid-cg-40": PaperRow(eta=0.005, alpha=0.5, M=5, K=40),
     },
 }
 
@@ -188,7 +188,7 @@ def _rate(lr: float, power: float) -> float | Power:
     return Power(lr, power) if power else lr
 
 
-def _algorithm(name: str, row: Row) -> AbstractAlgorithm:
+def _algorithm(name: str, row: PaperRow) -> AbstractAlgorithm:
     if name == "nhgd-paper":
         return _nhgd(row)
     if name == "stocbio":
@@ -203,7 +203,7 @@ def _algorithm(name: str, row: Row) -> AbstractAlgorithm:
     return AID(inverse, batches=row.M, warm_solve=False)
 
 
-def _nhgd(row: Row) -> NHGD:
+def _nhgd(row: PaperRow) -> NHGD:
     if not row.beta:
         raise InputError(
             "The paper prints beta = 0 for NHGD here, which divides by zero: its update has 1 / beta. Pass beta=0.7, the"

@@ -18,7 +18,7 @@ from nhgd.data.loader import Data
 from nhgd.errors import InputError
 from nhgd.inverse import KFAC, FisherWindow
 from nhgd.losses import Losses
-from nhgd.plot.png import grid, write_png
+from nhgd.plot.png import image_grid, write_png
 from nhgd.problem import Bilevel
 from nhgd.schedule import Decay
 from nhgd.task._classifier import (
@@ -357,4 +357,4 @@ def page(images: Tensor, columns: int, shape: tuple[int, int]) -> Tensor:
         torch.tensor([0.01, 0.99]).to(images.device, torch.float64),
     )
     scaled = (images.double() - low) / (high - low).clamp_min(1e-12)
-    return grid(scaled.unflatten(1, shape), min(columns, 20), zoom=max(1, 56 // shape[0]))
+    return image_grid(scaled.unflatten(1, shape), min(columns, 20), zoom=max(1, 56 // shape[0]))

@@ -11,7 +11,7 @@ from torch import Tensor
 from nhgd.errors import NonFiniteError
 
 
-class Curvature:
+class DirectionalCurvature:
     """The curvature along the directions so far, with its sign told from rounding errors.
 
     Args:

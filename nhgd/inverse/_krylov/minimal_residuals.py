@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def flat(dtype: torch.dtype) -> float:
+def range_tolerance(dtype: torch.dtype) -> float:
     """From where on |H r| / (|H| |r|) is watched: a residual outside of the range of H has 0 there, but for rounding."""
     return max(1e-8, 100 * torch.finfo(dtype).eps)
 
@@ -37,7 +37,7 @@ def minimal_residuals(product: Callable[[Tensor], Tensor], u: Tensor, tol: float
     size = beta = left = float(u.norm())
     tiny = torch.finfo(u.dtype).tiny
     old, dbar, epsilon, squares, cosine, sine = 0.0, 0.0, 0.0, 0.0, -1.0, 0.0
-    largest, flattest, found, watched = 0.0, math.inf, x, flat(u.dtype)
+    largest, flattest, found, watched = 0.0, math.inf, x, range_tolerance(u.dtype)
     for taken in range(steps if size > 0 else 0):
         v = y / beta
         y = product(v)

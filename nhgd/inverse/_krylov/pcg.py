@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from nhgd.inverse._krylov.curvature import Curvature
+from nhgd.inverse._krylov.curvature import DirectionalCurvature
 from nhgd.inverse._krylov.least_residual import LeastResidual
 
 Product: TypeAlias = Callable[[Tensor], Tensor]
@@ -54,7 +54,7 @@ def pcg(
     z = r if precondition is None else precondition(r)
     p, hp = z.clone(), z
     rz = float(r.dot(z))
-    best, seen = LeastResidual(x, r), Curvature(owner, u.dtype)
+    best, seen = LeastResidual(x, r), DirectionalCurvature(owner, u.dtype)
     length = rz**0.5 if precondition is None else best.length
     taken = 0
 
