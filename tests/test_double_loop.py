@@ -420,7 +420,7 @@ def test_a_scale_that_is_too_large_is_told_or_halved():
         (lambda: StocBiO(B=0), "stocBiO: B must be a whole number of at least 1"),
         (lambda: StocBiO(mu=0.0), "stocBiO: mu must be above 0"),
         (lambda: StocBiO(phi=2.0, mu=0.5), r"stocBiO: phi mu must be below 1, got 2.0 \* 0.5"),
-        (lambda: StocBiO(rule="growing"), "rule of stocBiO"),
+        (lambda: StocBiO(rule="growing"), "rule of StocBiO"),
         (lambda: AmIGO(K=0), "AmIGO: K must be"),
         (lambda: AmIGO(beta=0.0), "AmIGO: beta must be above 0"),
         (lambda: VRBO(q=0), "VRBO: q must be"),

@@ -54,7 +54,7 @@ class ALSET(AbstractAlgorithm):
 
     def __post_init__(self) -> None:
         counted("ALSET", K=self.K)
-        check_series("ALSET", self.K, self.phi, self.estimator)
+        check_series("ALSET", self.K, self.phi)
 
     def init(self, loop: Loop) -> ALSETState:
         """The scale is found at the first step, unless it was given."""

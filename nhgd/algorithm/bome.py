@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final, get_args
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
 from nhgd._validation import positive
 from nhgd.algorithm.base import AbstractAlgorithm
-from nhgd.errors import unknown
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.schedule import Constant, Power, Rate, Schedule, as_schedule
 
@@ -85,8 +84,6 @@ class BOME(AbstractAlgorithm):
             positive("BOME", halved_after=self.halved_after)
         if self.pulled_lr is not None:
             as_schedule(self.pulled_lr, "pulled_lr")
-        if self.barrier not in get_args(Barrier):
-            raise unknown("barrier of BOME", str(self.barrier), get_args(Barrier))
 
     def init(self, loop: Loop) -> BOMEState:
         """Both inner variables begin as one, and a step of v that was given as a number begins to fall."""

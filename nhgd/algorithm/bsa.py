@@ -65,7 +65,7 @@ class BSA(AbstractAlgorithm):
 
     def __post_init__(self) -> None:
         counted("BSA", K=self.K)
-        check_series("BSA", self.K, self.phi, self.estimator)
+        check_series("BSA", self.K, self.phi)
         not_negative("BSA", growth=self.growth)
 
     def inner_steps(self, T: int, k: int) -> int:

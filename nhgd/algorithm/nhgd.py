@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple, final, get_args
+from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from nhgd._validation import counted, not_negative
 from nhgd.algorithm.aid import check_batches
 from nhgd.algorithm.base import AbstractAlgorithm
-from nhgd.errors import InputError, unknown
+from nhgd.errors import InputError
 from nhgd.inverse import AbstractInverse, FisherDense, FisherWindow, Refined
 from nhgd.inverse._learned.automatic import automatic
 from nhgd.loop.calibration import calibrate
@@ -101,9 +101,6 @@ class NHGD(AbstractAlgorithm):
     def __post_init__(self) -> None:
         check_batches("NHGD", self.batches)
         not_negative("NHGD", refine=self.refine, natural_floor=self.natural_floor)
-        for option, known in (("cross", Cross), ("curvature", Curvature), ("inner", Inner), ("observe", Observe)):
-            if getattr(self, option) not in get_args(known):
-                raise unknown(f"{option} of NHGD", str(getattr(self, option)), get_args(known))
         if not 0 < self.natural_lr <= 1:
             raise InputError(f"NHGD: natural_lr must lie between 0 and 1, got {self.natural_lr}.")
         if self.natural_steps is not None:

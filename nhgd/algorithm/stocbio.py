@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, final, get_args
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from nhgd._validation import counted, positive
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import Data
-from nhgd.errors import InputError, unknown
+from nhgd.errors import InputError
 from nhgd.inverse._krylov.richardson import safe_step
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.loop.neumann_estimate import Sample, check_series, scaled
@@ -71,8 +71,6 @@ class StocBiO(AbstractAlgorithm):
         counted("stocBiO", K=self.K, B=self.B)
         check_series("stocBiO", self.K, self.phi)
         positive("stocBiO", mu=self.mu)
-        if self.rule not in get_args(Rule):
-            raise unknown("rule of stocBiO", str(self.rule), get_args(Rule))
         if self.phi is not None and self.phi * self.mu >= 1:
             raise InputError(
                 f"stocBiO: phi mu must be below 1, got {self.phi} * {self.mu}. mu is the smallest eigenvalue of the inner"

@@ -53,7 +53,7 @@ class SUSTAIN(AbstractAlgorithm):
     estimator: Estimator = "randomised"
 
     def __post_init__(self) -> None:
-        check_series("SUSTAIN", self.K, self.phi, self.estimator)
+        check_series("SUSTAIN", self.K, self.phi)
         check_momentum("SUSTAIN", inner_momentum=self.inner_momentum, outer_momentum=self.outer_momentum)
 
     def init(self, loop: Loop) -> Trail:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final, get_args
+from typing import ClassVar, Literal, final
 
 from nhgd._validation import counted
 from nhgd.algorithm.base import AbstractAlgorithm
-from nhgd.errors import unknown
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.loop.neumann_estimate import Estimator, check_series, draw, scaled
 
@@ -67,10 +66,8 @@ class TTSA(AbstractAlgorithm):
     epoch_steps: int = 1
 
     def __post_init__(self) -> None:
-        check_series("TTSA", self.K, self.phi, self.estimator)
+        check_series("TTSA", self.K, self.phi)
         counted("TTSA", epoch_steps=self.epoch_steps)
-        if self.growth not in get_args(Growth):
-            raise unknown("growth of TTSA", str(self.growth), get_args(Growth))
 
     @classmethod
     def presets(cls) -> dict[str, AbstractAlgorithm]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nhgd._validation import not_negative, positive
-from nhgd.errors import InputError, NonFiniteError, unknown
+from nhgd.errors import InputError, NonFiniteError
 from nhgd.inverse._learned.damping import refuse_singular, resolve_damping
 from nhgd.inverse._learned.graph import Graphable
 from nhgd.inverse._learned.state import State
@@ -118,16 +118,6 @@ class FisherDense(Learned[DenseState]):
     max_dim: int = 15_000
 
     def __post_init__(self) -> None:
-        for option, value, known in (
-            ("form", self.form, ("matrix", "inverse")),
-            ("update", self.update, ("average", "ema")),
-            ("records", self.records, ("sample", "batch", "raw")),
-            ("fisher", self.fisher, ("empirical", "exact", "sampled")),
-            ("warm", self.warm, ("prior", "accumulate", "reset")),
-            ("guard", self.guard, ("stop", "restart")),
-        ):
-            if value not in known:
-                raise unknown(f"{option} of FisherDense", value, known)
         if not 0 < self.beta < 1:
             raise InputError(
                 f"FisherDense: beta must lie between 0 and 1, both excluded, got {self.beta}. It is the share of the last"

@@ -72,7 +72,7 @@ class FisherDiagonal(Periodic[FisherDiagonalState]):
     overhead: float | None = None
 
     def __post_init__(self) -> None:
-        check_statistics("FisherDiagonal", self.damping, self.beta, self.fisher, self.dtype)
+        check_statistics("FisherDiagonal", self.damping, self.beta, self.dtype)
         counted("FisherDiagonal", factor_every=self.factor_every)
         if self.overhead is not None:
             positive("FisherDiagonal", overhead=self.overhead)

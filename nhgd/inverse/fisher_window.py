@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nhgd._recording.accounting import held
 from nhgd._validation import not_negative, positive
 from nhgd.data_parallel import Team
-from nhgd.errors import InputError, NonFiniteError, unknown
+from nhgd.errors import InputError, NonFiniteError
 from nhgd.inverse._learned.damping import refuse_singular, resolve_damping
 from nhgd.inverse._learned.gram import PIECE
 from nhgd.inverse._learned.ring import NewRows, WindowState, by_sample, factors_pay, fit, layer_rows, pairs
@@ -85,13 +85,6 @@ class FisherWindow(Learned[WindowState]):
     allow_large: bool = False
 
     def __post_init__(self) -> None:
-        for option, value, known in (
-            ("weighting", self.weights, ("average", "ema")),
-            ("record", self.records, ("layer", "sample", "batch")),
-            ("Fisher matrix", self.fisher, ("empirical", "exact", "sampled")),
-        ):
-            if value not in known:
-                raise unknown(f"{option} of FisherWindow", value, known)
         if isinstance(self.window, bool) or not isinstance(self.window, int):
             raise InputError(f"FisherWindow: window counts samples, so it must be an integer, got {self.window!r}.")
         positive("FisherWindow", window=self.window)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, final, get_args
+from typing import Any, ClassVar, Literal, final
 
 from torch import Tensor
 
 from nhgd._validation import counted, not_negative
-from nhgd.errors import InputError, unknown
+from nhgd.errors import InputError
 from nhgd.inverse._krylov.pcg import pcg
 from nhgd.inverse.base import AbstractInverse, Learned, SolveStats, vector_bytes
 from nhgd.inverse.kfac import KFAC
@@ -61,8 +61,6 @@ class Refined(AbstractInverse):
     def __post_init__(self) -> None:
         counted("Refined", steps=self.steps)
         not_negative("Refined", tol=self.tol)
-        if self.matrix not in get_args(Matrix):
-            raise unknown("matrix of Refined", self.matrix, get_args(Matrix))
         if isinstance(self.inverse, Refined):
             raise InputError("Refined cannot refine itself: give it more steps instead.")
 

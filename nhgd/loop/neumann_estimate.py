@@ -14,14 +14,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from nhgd._validation import counted, positive
 from nhgd.data.batch import Batch
-from nhgd.errors import InverseWarning, unknown
+from nhgd.errors import InverseWarning
 from nhgd.inverse._krylov.richardson import safe_step
 from nhgd.loop.loop import Loop
 
@@ -124,10 +124,8 @@ def scaled(
     return found, phi
 
 
-def check_series(owner: str, K: int, phi: float | None, estimator: str = "sum") -> None:
+def check_series(owner: str, K: int, phi: float | None) -> None:
     """Refuse settings that describe no Neumann series."""
     counted(owner, K=K)
     if phi is not None:
         positive(owner, phi=phi)
-    if estimator not in get_args(Estimator):
-        raise unknown(f"estimator of {owner}", str(estimator), get_args(Estimator))

@@ -60,7 +60,7 @@ class AbstractKronecker(Periodic[T]):
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        check_statistics(owner, self.damping, self.beta, self.fisher, self.dtype)
+        check_statistics(owner, self.damping, self.beta, self.dtype)
         not_negative(owner, dense_limit=self.dense_limit, invert_phase=self.invert_phase)
         for name in ("factor_every", "invert_every"):
             period = getattr(self, name)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import torch
 from torch import Tensor
 
 from nhgd._validation import not_negative
-from nhgd.errors import InputError, unknown
-from nhgd.record import FisherKind
+from nhgd.errors import InputError
 
 
-def check_statistics(
-    owner: str, damping: float | None, beta: float | None, fisher: str, dtype: torch.dtype | None
-) -> None:
+def check_statistics(owner: str, damping: float | None, beta: float | None, dtype: torch.dtype | None) -> None:
     """Refuse settings that no running statistic can work with."""
     if damping is not None:
         not_negative(owner, damping=damping)
@@ -23,8 +18,6 @@ def check_statistics(
             f"{owner}: beta must be at least 0 and below 1, got {beta}. Use beta=None for a plain average over everything"
             " observed."
         )
-    if fisher not in get_args(FisherKind):
-        raise unknown("Fisher matrix", fisher, get_args(FisherKind))
     if dtype not in (None, torch.float32, torch.float64):
         raise InputError(f"{owner}: dtype must be torch.float32 or torch.float64, got {dtype}.")
 
