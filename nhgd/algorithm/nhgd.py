@@ -12,8 +12,8 @@ from nhgd._validation import counted, not_negative
 from nhgd.algorithm.aid import check_batches
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import InputError
-from nhgd.inverse import AbstractInverse, FisherDense, FisherWindow, Refined
-from nhgd.inverse._learned.automatic import automatic
+from nhgd.inverse import AbstractInverse, FisherDense, FisherWindow
+from nhgd.inverse._learned.automatic import completed
 from nhgd.loop.calibration import calibrate
 from nhgd.loop.levenberg_marquardt import LevenbergMarquardt
 from nhgd.loop.loop import Loop, StepInfo
@@ -118,9 +118,7 @@ class NHGD(AbstractAlgorithm):
 
     def prepared(self, problem: Bilevel) -> NHGD:
         """With the inverse chosen for this model."""
-        inverse = automatic(problem.theta) if self.inverse is None else self.inverse
-        if self.refine and not isinstance(inverse, Refined):
-            inverse = Refined(inverse, steps=self.refine)
+        inverse = completed(self.inverse, self.refine, problem.theta)
         if self.inner == "natural" and inverse.learner is None:
             raise InputError(
                 f"inner='natural' preconditions the inner steps by curvature learnt from them, and {inverse.name} learns"

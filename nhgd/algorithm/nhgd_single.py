@@ -11,8 +11,8 @@ from nhgd._validation import not_negative
 from nhgd.algorithm.aid import check_batches
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import InputError
-from nhgd.inverse import AbstractInverse, FisherDense, Refined
-from nhgd.inverse._learned.automatic import automatic
+from nhgd.inverse import AbstractInverse, FisherDense
+from nhgd.inverse._learned.automatic import completed
 from nhgd.loop.calibration import calibrate
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.problem import Bilevel
@@ -79,10 +79,7 @@ class NHGDSingle(AbstractAlgorithm):
 
     def prepared(self, problem: Bilevel) -> NHGDSingle:
         """With the inverse chosen for this model."""
-        inverse = automatic(problem.theta) if self.inverse is None else self.inverse
-        if self.refine and not isinstance(inverse, Refined):
-            inverse = Refined(inverse, steps=self.refine)
-        return replace(self, inverse=inverse, refine=0)
+        return replace(self, inverse=completed(self.inverse, self.refine, problem.theta), refine=0)
 
     @property
     def online(self) -> AbstractInverse | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from torch import nn
-
-from nhgd._recording.accounting import held
+from nhgd.inverse._learned.layers import layer_shapes
+from nhgd.inverse.base import AbstractInverse
 from nhgd.inverse.fisher_window import FisherWindow
 from nhgd.inverse.kfac import KFAC
+from nhgd.inverse.refined import Refined
 from nhgd.variable import Variable
 
 
 def automatic(theta: Variable) -> KFAC | FisherWindow:
     """K-FAC where theta is a module with a trainable Linear or Conv2d layer, the window elsewhere."""
-    leaves = {id(leaf) for leaf in theta.leaves}
-    modules = theta.root.modules() if theta.root is not None else ()
-    layered = any(isinstance(m, (nn.Linear, nn.Conv2d)) and id(held(m, "weight")) in leaves for m in modules)
-    return KFAC() if layered else FisherWindow()
+    return KFAC() if theta.root is not None and layer_shapes(theta) else FisherWindow()
+
+
+def completed(inverse: AbstractInverse | None, refine: int, theta: Variable) -> AbstractInverse:
+    """The inverse, or the one that suits the model, refined by so many steps of CG."""
+    found = automatic(theta) if inverse is None else inverse
+    return Refined(found, steps=refine) if refine and not isinstance(found, Refined) else found
