@@ -19,9 +19,8 @@ from nhgd._autocast import set_aside
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
 from nhgd.losses import Losses
-from nhgd.part import WHOLE, Part
 from nhgd.problem import Bilevel
-from nhgd.record import InnerRecord, InnerStep
+from nhgd.record import InnerRecord, InnerStep, Reduction
 
 
 @dataclass
@@ -84,10 +83,12 @@ class Tap:
         found = torch.autograd.grad(value, problem.theta.leaves, allow_unused=True)
         return Pass(losses, value.detach(), list(found))
 
-    def agree(self, part: Part) -> None:
-        """Take up what other parts of the batch have shown."""
+    def agree(self, reduction: Reduction) -> None:
+        """Take up what samples elsewhere have shown."""
 
-    def record(self, batch: Batch, found: Pass, gradient: Sequence[Tensor], part: Part) -> InnerRecord | None:
+    def record(
+        self, batch: Batch, found: Pass, gradient: Sequence[Tensor], reduction: Reduction | None = None
+    ) -> InnerRecord | None:
         """The record of a pass, whose gradient is that of the whole batch by now. May raise `found.passes`."""
         return None
 
@@ -116,8 +117,12 @@ class Objective:
         batch: the samples.
         seed: what dropout is drawn from; the same in every answer. None: an inner step draws from the generators as they
             stand, and everything else from 0.
-        part: where the batch is divided among processes: which samples these are. Terms are then this process's own, and
-            their sums over the processes, by `part.sum`, those of the whole batch.
+
+    Attributes:
+        samples: of the batch; None until its losses show them.
+        share: the factor of a mean over the samples here in the mean over the batch.
+        reduction: what records of this objective hold, where a subclass evaluates some samples of a batch only. What it finds
+            is then a term of a sum, and `summed` gives the answer.
 
     >>> x, y = torch.ones(8, 2), torch.ones(8)
     >>> problem = Bilevel(
@@ -131,30 +136,50 @@ class Objective:
     tensor([ 2., -2.])
     """
 
-    def __init__(self, problem: Bilevel, batch: Batch, seed: int | None = None, part: Part = WHOLE) -> None:
+    share: float = 1.0
+    reduction: Reduction | None = None
+
+    def __init__(self, problem: Bilevel, batch: Batch, seed: int | None = None) -> None:
         self.problem = problem
         self.batch = batch
         self.seed = seed
-        self.part = part
-        self.samples = part.total(common_length(batch))  # what a batch does not show is known when its losses are
+        self.samples = self.total(common_length(batch))  # what a batch does not show is known when its losses are
+
+    def total(self, samples: int | None) -> int | None:
+        """The samples of the batch, from those here."""
+        return samples
+
+    def summed(self, terms: Sequence[Tensor], in_v: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Answers on the batch, from the terms found here. Few entries of those in v may differ from zero."""
+        return [*terms, *in_v]
+
+    def anywhere(self, flag: bool) -> bool:
+        """Whether it holds for some samples of the batch, from whether it holds here."""
+        return flag
 
     @contextmanager
     def drawing(self, live: bool = False) -> Iterator[None]:
         """The setting of one pass, in which dropout is that of the seed. `live`: buffers follow."""
-        device = self.problem.theta.device
-        with set_aside(), self.part.drawing(self.seed or 0, device) as seed, self.problem.guarded(seed, live):
+        with set_aside(), self.problem.guarded(self.seed or 0, live):
             yield
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """The random numbers of an inner step: as the generators stand, or from the seed on."""
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+        yield
 
     def losses(self, theta: Sequence[Tensor] | None = None) -> Losses:
         """The losses of the samples here, at the current theta or at another, one tensor a leaf."""
         losses = self.problem.losses(self.batch, theta)
         self.problem.heed(losses)
-        self.samples = self.part.total(losses.samples(self.batch))
+        self.samples = self.total(losses.samples(self.batch))
         return losses
 
     def term(self, theta: Sequence[Tensor] | None = None) -> Tensor:
-        """The objective, or this process's term of it, with its graph, at the current theta or at another."""
-        return self.part.term(self.losses(theta).mean(), self.problem.ridge(theta))
+        """The objective, or the term of it that is found here, with its graph, at the current theta or at another."""
+        return self.losses(theta).mean() + self.problem.ridge(theta)
 
     def graph(self, calls: OracleCalls | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The term, and its gradient in theta with its graph, one tensor a leaf."""
@@ -198,14 +223,12 @@ class Objective:
     def step(self, tap: Tap = NO_TAP, calls: OracleCalls | None = None) -> InnerStep:
         """The gradient of an inner step, with what a tap makes of it: buffers follow, and hooks of the user's run.
 
-        On a part of a batch the value and the gradient are those of the whole batch, and the record that of the part.
+        The value and the gradient are those of the batch, and the record that of the samples here.
         """
-        problem, theta, part = self.problem, self.problem.theta, self.part
-        with set_aside(), part.stepping(self.seed, theta.device):
+        problem, theta = self.problem, self.problem.theta
+        with set_aside(), self.stepping():
             with torch.enable_grad():
-                found = tap.passed(problem, self.batch)
-                if part.parts is not None:
-                    found.value, found.data = self._on_the_whole(tap, found)
+                found = self.passed(tap)
             with torch.no_grad():
                 gradient = [
                     (torch.zeros_like(leaf) if g is None else g)
@@ -213,44 +236,38 @@ class Objective:
                     else _plus(g, 2 * c * leaf)
                     for g, c, leaf in zip(found.data, problem.ridge_coefficients(), theta.leaves, strict=True)
                 ]
-                record = tap.record(self.batch, found, gradient, part)
-        self.samples = part.total(found.losses.samples(self.batch))
+                record = tap.record(self.batch, found, gradient, self.reduction)
+        self.samples = self.total(found.losses.samples(self.batch))
         self.count(calls, found.passes)
         return InnerStep(gradient, found.value + problem.ridge().detach(), record)
 
-    def _on_the_whole(self, tap: Tap, found: Pass) -> tuple[Tensor, list[Tensor | None]]:
-        leaves, share = self.problem.theta.leaves, self.part.share
-        terms = [torch.zeros_like(p) if g is None else g * share for g, p in zip(found.data, leaves, strict=True)]
-        value, summed, news = self.part.whole_step(found.value, terms, found.layers, found.news)
-        if news:
-            tap.agree(self.part)
-        return value, list(summed)
+    def passed(self, tap: Tap) -> Pass:
+        """The pass of an inner step, its value and gradient those of the batch."""
+        return tap.passed(self.problem, self.batch)
 
     @torch.no_grad()
     def value(self) -> float:
         """The objective alone: no derivative and no count."""
         with self.drawing():
-            return float(self.part.sum([self.term()])[0])
+            return float(self.summed([self.term()])[0])
 
     def gradient(self, calls: OracleCalls | None = None) -> Tensor:
         """Its gradient in theta, (D,)."""
         with self.drawing(), torch.enable_grad():
             found = torch.autograd.grad(self.term(), self.problem.theta.leaves, allow_unused=True)
         self.count(calls)
-        return self.part.sum([self.problem.theta.flatten(found)])[0]
+        return self.summed([self.problem.theta.flatten(found)])[0]
 
     def hvp(self, vector: Tensor, calls: OracleCalls | None = None) -> Tensor:
         """Its Hessian in theta times a vector (D,)."""
         theta = self.problem.theta
-        return self.part.sum([theta.flatten(self._product(vector, theta.leaves, calls))])[0]
+        return self.summed([theta.flatten(self._product(vector, theta.leaves, calls))])[0]
 
     def cross(self, vector: Tensor, calls: OracleCalls | None = None) -> list[Tensor]:
         """Its cross derivative, transposed, times a vector (D,): one tensor for each leaf of v."""
         v = self.problem.v
         found = self._product(vector, v.leaves, calls)
-        return self.part.sum(
-            [], [torch.zeros_like(p) if f is None else f for f, p in zip(found, v.leaves, strict=True)]
-        )
+        return self.summed([], [torch.zeros_like(p) if f is None else f for f, p in zip(found, v.leaves, strict=True)])
 
     def _product(self, vector: Tensor, wrt: Sequence[Tensor], calls: OracleCalls | None) -> Sequence[Tensor | None]:
         with self.drawing():
@@ -306,26 +323,27 @@ class Objective:
         return torch.autograd.grad([p for p, _ in pairs], probe, [x for _, x in pairs], retain_graph=True)[0]
 
 
-@dataclass(frozen=True)
 class OuterObjective:
-    """The outer loss on one batch, with a seed of its own; on a part of a batch, this process's term of it."""
+    """The outer loss on one batch, with a seed of its own. As of `Objective`, an answer is the `summed` terms found here."""
 
-    problem: Bilevel
-    batch: Batch
-    seed: int = 0
-    part: Part = WHOLE
+    def __init__(self, problem: Bilevel, batch: Batch, seed: int = 0) -> None:
+        self.problem = problem
+        self.batch = batch
+        self.seed = seed
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """The setting of one pass."""
-        device = self.problem.theta.device
-        with set_aside(), self.part.drawing(self.seed, device) as seed, self.problem.guarded(seed):
+        with set_aside(), self.problem.guarded(self.seed):
             yield
 
     def term(self) -> Tensor:
-        """The loss, or this process's term of it, with its graph."""
-        value = self.problem.outer_value(self.batch)
-        return value if self.part.parts is None else self.part.share * value
+        """The loss, or the term of it that is found here, with its graph."""
+        return self.problem.outer_value(self.batch)
+
+    def summed(self, terms: Sequence[Tensor], in_v: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Answers on the batch, from the terms found here. Few entries of those in v may differ from zero."""
+        return [*terms, *in_v]
 
 
 def _plus(gradient: Tensor | None, ridge: Tensor) -> Tensor:

@@ -48,11 +48,7 @@ class Oracle:
         seed: dropout is drawn from it, the same in every product of one batch.
         calls: counters to add to; default: new ones.
 
-    Where batches are divided among workers, every answer is the sum over the workers of what each finds on
-
-        (b / B) mean_i( w_i l_i ) + (1 / N) sum( l2 * theta^2 )      over its b of B samples, with N workers
-
-    which is the answer on the whole batch, and all workers must ask the same questions in the same order.
+    Objectives that evaluate some samples of their batches only sum what they find: all answers are those on whole batches.
     """
 
     def __init__(
@@ -70,7 +66,7 @@ class Oracle:
     def over(
         cls, objectives: Sequence[Objective], outer: OuterObjective | None = None, calls: OracleCalls | None = None
     ) -> Oracle:
-        """The mean of given objectives, each with the dropout of its own seed. Their parts are of one division."""
+        """The mean of given objectives, each with the dropout of its own seed. All of them sum their terms alike."""
         made = cls.__new__(cls)
         made._ask(objectives, outer, calls)
         return made
@@ -82,7 +78,7 @@ class Oracle:
         self.problem = self.objectives[0].problem
         self.calls = OracleCalls() if calls is None else calls
         self._outer = OuterObjective(self.problem, None) if outer is None else outer
-        self._sum = self.objectives[0].part.sum
+        self._sum = self.objectives[0].summed
         self._kept: tuple[Tensor, ...] | None = None
         self._value: Tensor | None = None  # of the batch whose graph was made last
 
@@ -130,7 +126,7 @@ class Oracle:
         self.calls.outer_gradients += 1
         split = len(theta.leaves)
         in_v = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found[split:], v.leaves, strict=True)]
-        value, in_theta, *in_v = self._outer.part.sum([value.detach(), theta.flatten(found[:split])], in_v)
+        value, in_theta, *in_v = self._outer.summed([value.detach(), theta.flatten(found[:split])], in_v)
         return OuterGradient(value, in_theta, in_v)
 
     @torch.no_grad()
@@ -138,7 +134,7 @@ class Oracle:
         """The outer loss alone, for the record: no derivative and no count."""
         with self._outer.drawing():
             value = self._outer.term()
-        return float(self._outer.part.sum([value])[0])
+        return float(self._outer.summed([value])[0])
 
     @torch.no_grad()
     def inner_value(self) -> float:
@@ -229,7 +225,7 @@ class Oracle:
             failed = False
         except RuntimeError:
             failed = True
-        if self.objectives[0].part.any(failed):
+        if self.objectives[0].anywhere(failed):
             return torch.stack([self.hvp(vector) for vector in vectors])
         self.calls.hvps += len(vectors) * len(self.objectives)
         return self._sum([total])[0]
@@ -306,5 +302,5 @@ class Oracle:
         """The mean over the batches of means over the samples here."""
         total = torch.zeros(self.numel, dtype=self.problem.theta.dtype, device=self.problem.theta.device)
         for objective, share, term in zip(self.objectives, self._shares, terms, strict=True):
-            total.add_(term, alpha=share * objective.part.share)
+            total.add_(term, alpha=share * objective.share)
         return self._sum([total])[0]

@@ -5,26 +5,63 @@ gradient of l_i. All records hold rows that satisfy F = (1/B) rows^T rows, the r
 sampled Fisher matrix s_i s_i^T becomes sum_k s_ik s_ik^T with s_ik = J_i^T r_ik, the roots r_ik of the likelihood pulled
 back by K further backward passes; a record then holds K rows for each sample.
 
-In a team each worker has the record of its part of the batch. `parts` then says how many samples every worker has, and
-with a `team` an inverse sums over the workers what it makes of the record. Without one it is a batch like any other.
+A record may be of some samples of a batch only, the others being elsewhere. Its `reduction` then turns means over the samples
+here into means over the batch. An inverse that takes all its means by `batch_mean` need not know more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nhgd._tree import map_tensors, tensors
-from nhgd.data_parallel import Team
-
 RecordKind: TypeAlias = Literal["batch", "raw", "sample", "layer"]
 FisherKind: TypeAlias = Literal["empirical", "exact", "sampled"]
+
+
+class Pool(Protocol):
+    """Whoever holds the same numbers, and divides independent work on them; all must ask for the same work."""
+
+    def map(self, likes: Sequence[Tensor], costs: Sequence[float], make: Callable[[int], Tensor]) -> list[Tensor]:
+        """Tensor i, shaped as `likes[i]`, from `make(i)`: each is made once, and all have it."""
+
+    def map_rows(self, count: int, make: Callable[[slice], Tensor]) -> Tensor:
+        """A tensor of `count` rows from `make` of some of them: each is made once, and all have it."""
+
+
+class Reduction(ABC):
+    """How what is found on the samples of a record becomes what their whole batch gives, where others are elsewhere."""
+
+    @property
+    @abstractmethod
+    def pool(self) -> Pool:
+        """Whoever holds the other samples."""
+
+    @abstractmethod
+    def total(self, samples: int) -> int:
+        """The samples of the batch, from those here."""
+
+    @abstractmethod
+    def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Means over the batch, from those over the samples here."""
+
+    @abstractmethod
+    def extremes(self, low: float, high: float) -> tuple[float, float]:
+        """The least and the largest of a number in the batch, from those here."""
+
+    @abstractmethod
+    def union(self, names: set[str], known: Sequence[str]) -> set[str]:
+        """Every name that was met in the batch, out of those known."""
+
+    @abstractmethod
+    def gathered(self, record: InnerRecord) -> InnerRecord:
+        """The record of the whole batch, in the order of its samples."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +84,7 @@ class PerSampleGradients:
 
     rows: Tensor
     samples: int
-    parts: tuple[int, ...] | None = None
-    team: Team | None = field(default=None, repr=False, compare=False)
+    reduction: Reduction | None = field(default=None, repr=False, compare=False)
 
 
 class Convolution(NamedTuple):
@@ -157,55 +193,39 @@ class LayerStatistics:
     other_rows: Tensor | None
     weights: Tensor | None  # (B,)
     samples: int
-    parts: tuple[int, ...] | None = None
-    team: Team | None = field(default=None, repr=False, compare=False)
+    reduction: Reduction | None = field(default=None, repr=False, compare=False)
 
 
 InnerRecord: TypeAlias = BatchGradient | PerSampleGradients | LayerStatistics
 
 
-def joined(record: InnerRecord, team: Team) -> InnerRecord:
-    """The same record as summed over a team, where it is of a part of a batch."""
-    if isinstance(record, BatchGradient) or record.parts is None:
-        return record  # the gradient of a batch is that of all workers already
-    return replace(record, team=team)
+def batch_samples(record: InnerRecord) -> int:
+    """The samples of the batch that a record is of."""
+    reduction = reduction_of(record)
+    return record.samples if reduction is None else reduction.total(record.samples)
 
 
-def observed_samples(record: InnerRecord) -> int:
-    """The samples that an inverse counts: those of all workers where it sums over them."""
-    if isinstance(record, BatchGradient) or record.team is None or record.parts is None:
-        return record.samples
-    return sum(record.parts)
+def batch_mean(record: InnerRecord, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Means over a record's samples as means over its batch."""
+    reduction = reduction_of(record)
+    return list(tensors) if reduction is None else reduction.mean(tensors)
 
 
-def mean_over_team(record: InnerRecord, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Means over this record's samples as means over those of all workers."""
-    if isinstance(record, BatchGradient) or record.team is None or record.parts is None:
-        return list(tensors)
-    return record.team.mean(tensors, record.parts)
+def gathered(record: InnerRecord) -> InnerRecord:
+    """The record of the whole batch."""
+    reduction = reduction_of(record)
+    return record if reduction is None else reduction.gathered(record)
 
 
-def whole(record: InnerRecord) -> InnerRecord:
-    """The record of the whole batch, gathered from all workers, in the order of the samples."""
-    if isinstance(record, BatchGradient) or record.team is None or record.parts is None:
-        return record
-    samples, team, parts = record.samples, record.team, record.parts
-    # Rows come root by root, (K B, ...): the samples are brought to the front, and back.
-    found = iter(team.gather([_by_sample(t, samples) for t in tensors(record)], parts))
-    gathered = map_tensors(lambda t: _by_root(next(found), len(t) // samples), record)
-    assert not isinstance(gathered, BatchGradient)
-    return replace(gathered, samples=sum(parts), parts=None)
+def reduction_of(record: InnerRecord) -> Reduction | None:
+    """That of a record of samples; the gradient of a batch is that of all of it already."""
+    return None if isinstance(record, BatchGradient) else record.reduction
 
 
-def _by_sample(tensor: Tensor, samples: int) -> Tensor:
-    """(K B, ...) -> (B, K, ...)."""
-    return tensor.reshape(-1, samples, *tensor.shape[1:]).transpose(0, 1)
-
-
-def _by_root(tensor: Tensor, roots: int) -> Tensor:
-    """(B, K, ...) -> (K B, ...)."""
-    assert tensor.shape[1] == roots
-    return tensor.transpose(0, 1).flatten(0, 1)
+def pool_of(record: InnerRecord) -> Pool | None:
+    """Whoever divides the work on a record; None where nobody else has a part in it."""
+    reduction = reduction_of(record)
+    return None if reduction is None else reduction.pool
 
 
 @dataclass(frozen=True)

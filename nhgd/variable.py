@@ -263,7 +263,7 @@ def _parallel(module: object) -> DistributedDataParallel | None:
 
 
 def _unparalleled(module: nn.Module) -> nn.Module:
-    """The module without DistributedDataParallel, whose gradients a team sums itself; as compiled as it was."""
+    """The module without DistributedDataParallel, whose gradients are summed here; as compiled as it was."""
     wrapper = _parallel(module)
     if wrapper is None:
         return module

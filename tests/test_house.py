@@ -32,14 +32,12 @@ ORDER = """
     _tree
     plot
     data likelihood
-    data_parallel
-    part
     variable
     losses
     problem
     record
     objective
-    oracle
+    data_parallel oracle
     _threads
     _recording
     inverse

@@ -17,7 +17,6 @@ from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.losses import Losses
 from nhgd.objective import Objective, OracleCalls, Pass, Tap
-from nhgd.part import WHOLE, Part
 from nhgd.problem import Bilevel
 from nhgd.record import (
     BatchGradient,
@@ -28,6 +27,7 @@ from nhgd.record import (
     LayerStatistics,
     PerSampleGradients,
     RecordKind,
+    Reduction,
 )
 
 
@@ -152,21 +152,24 @@ class Recorder(Tap):
         found.own, found.scores = list(given[: len(leaves)]), given[len(leaves) :]
         found.passes += 1
 
-    def agree(self, part: Part) -> None:
-        """Take up which parameters were met outside their layers in other parts of the batch."""
+    def agree(self, reduction: Reduction) -> None:
+        """Take up which parameters samples elsewhere met outside their layers."""
         known = self.verification.unaccounted
-        self.verification.unaccounted = part.union(known, self.problem.theta.names)
+        self.verification.unaccounted = reduction.union(known, self.problem.theta.names)
 
-    def record(self, batch: Batch, found: Pass, gradient: Sequence[Tensor], part: Part = WHOLE) -> InnerRecord:
+    def record(
+        self, batch: Batch, found: Pass, gradient: Sequence[Tensor], reduction: Reduction | None = None
+    ) -> InnerRecord:
         """The record of a pass; without a batch, from its graph alone."""
         assert isinstance(found, TappedPass)
         theta, losses = self.problem.theta, found.losses
-        samples = part.total(losses.values.shape[0]) or 1
+        here = losses.values.shape[0]
+        samples = (here if reduction is None else reduction.total(here)) or 1
         if self.kind == "raw":
             return BatchGradient(None, _kept(theta.flatten(gradient), gradient), samples)
         if self.kind == "batch":
-            weight = _common_weight(losses, part)
-            row = theta.flatten(self._constant_gradient(found, part))
+            weight = _common_weight(losses, reduction)
+            row = theta.flatten(self._constant_gradient(found, reduction))
             return BatchGradient(row * (0.0 if weight == 0 else (samples / weight) ** 0.5), None, samples)
         seeds, columns = self._columns(found)
         layers = self.taps.layer_records(losses, found.calls, columns, seeds is not None)
@@ -177,8 +180,8 @@ class Recorder(Tap):
         weights = None if losses.weights is None else losses.weights.detach()
         if self.kind == "layer":
             self.verification.settle(layers)
-            return LayerStatistics(tuple(layers), others, rows, weights, losses.values.shape[0], part.parts)
-        return PerSampleGradients(self._joined(layers, others, rows), losses.values.shape[0], part.parts)
+            return LayerStatistics(tuple(layers), others, rows, weights, here, reduction)
+        return PerSampleGradients(self._joined(layers, others, rows), here, reduction)
 
     def of_layers(self, calls: Sequence[LayerCall], scores: Scores, samples: int) -> InnerRecord:
         """The record of a loss of which nothing is known but the layers it came through; taken for a mean over samples."""
@@ -200,12 +203,12 @@ class Recorder(Tap):
             return LayerStatistics(tuple(layers), (), None, None, samples)
         return PerSampleGradients(self._joined(layers, (), None), samples)
 
-    def _constant_gradient(self, found: TappedPass, part: Part) -> Sequence[Tensor | None]:
+    def _constant_gradient(self, found: TappedPass, reduction: Reduction | None) -> Sequence[Tensor | None]:
         """The gradient with constant weights on the whole batch."""
-        if found.own is None or part.parts is None:
+        if found.own is None or reduction is None:
             return found.data if found.own is None else found.own
         pairs = zip(found.own, self.problem.theta.leaves, strict=True)
-        return part.sum([torch.zeros_like(p) if g is None else g * part.share for g, p in pairs])
+        return reduction.mean([torch.zeros_like(p) if g is None else g for g, p in pairs])
 
     def _columns(self, found: TappedPass) -> tuple[Tensor | None, list[Scores]]:
         """The roots of the likelihood in output space, (K, B, ...), or None; and the scores of each, or of the losses."""
@@ -249,11 +252,13 @@ class Recorder(Tap):
         return ordered[0] if len(ordered) == 1 else torch.cat(ordered, dim=1)
 
 
-def _common_weight(losses: Losses, part: Part) -> float:
+def _common_weight(losses: Losses, reduction: Reduction | None) -> float:
     """The weight that all samples of a batch have."""
     if losses.weights is None:
         return 1.0
-    low, high = part.extremes(float(losses.weights.min()), float(losses.weights.max()))
+    low, high = float(losses.weights.min()), float(losses.weights.max())
+    if reduction is not None:
+        low, high = reduction.extremes(low, high)
     if low < 0:
         raise InputError(f"A weight is {low:.3g}. Weights must be at least 0.")
     if high - low > 1e-6 * max(abs(high), 1e-12):

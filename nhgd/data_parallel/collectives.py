@@ -212,6 +212,15 @@ class Team(AbstractTeam):
             found |= dict(zip(chosen, _unpacked(flat, given), strict=True))
         return [found[i] for i in range(len(likes))]
 
+    def map(self, likes: Sequence[Tensor], costs: Sequence[float], make: Callable[[int], Tensor]) -> list[Tensor]:
+        """Tensor i, shaped as `likes[i]`, made by one worker, on every one; the dearest are given out first."""
+        return self.exchange(likes, self.divide(costs), make)
+
+    def map_rows(self, count: int, make: Callable[[slice], Tensor]) -> Tensor:
+        """A tensor of `count` rows, of which every worker makes some."""
+        parts = self.parts(count)
+        return self.gather([make(self.place(parts))], parts)[0]
+
     # Agreeing.
 
     def agreed(self, number: float) -> float:

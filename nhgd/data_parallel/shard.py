@@ -8,28 +8,24 @@ computed in full by every worker, which is right too, and no faster.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from nhgd._randomness import Randomness
-from nhgd._tree import map_tensors
+from nhgd._tree import map_tensors, tensors
 from nhgd.data.batch import Batch, common_length
 from nhgd.data_parallel.collectives import Team
 from nhgd.errors import InputError
-
-STEP_SEED = 0x9E3779B1  # odd: torch's generator on a CPU takes the low 32 bits of a seed, and they differ at every step
+from nhgd.record import BatchGradient, InnerRecord, Reduction
 
 
 @dataclass(frozen=True)
-class Shard:
-    """The part of a batch that this worker evaluates. What it finds is one term of a sum over the workers:
-
-        (b / B) mean_i( w_i l_i ) + (1 / N) sum( l2 * theta^2 )      over its b of B samples, with N workers
+class Shard(Reduction):
+    """The part of a batch that this worker evaluates, and what makes of it what the whole batch gives.
 
     Attributes:
         parts: how many samples each worker has, by rank; None where every worker evaluates all of the batch.
@@ -46,36 +42,30 @@ class Shard:
         """The factor of a mean over the samples here in the mean over the whole batch."""
         return 1 / self.team.size if self.parts is None else self.parts[self.team.rank] / sum(self.parts)
 
-    def total(self, samples: int | None) -> int | None:
+    @property
+    def pool(self) -> Team:
+        """The workers."""
+        return self.team
+
+    def total(self, samples: int) -> int:
         """The samples of the whole batch."""
         return samples if self.parts is None else sum(self.parts)
 
-    def term(self, mean: Tensor, ridge: Tensor) -> Tensor:
-        """What this worker adds to the objective of the whole batch."""
-        return self.share * mean + ridge / self.team.size
-
     @contextmanager
     def drawing(self, seed: int, device: torch.device) -> Iterator[int | None]:
-        """Dropout for the samples of this worker, from a seed of its own; the common generators stand still."""
+        """Dropout for the samples of this worker, from a seed of its own; the common generators stand still.
+
+        What is yielded is the seed that is left to be set inside.
+        """
         if self.parts is None:
             yield seed
             return
         with Randomness(self.team.seed(seed), device).scope():
             yield None
 
-    @contextmanager
-    def stepping(self, seed: int | None, device: torch.device) -> Iterator[None]:
-        """The same for an inner step; without a seed, one that follows from the common generator and the step."""
-        if seed is not None:
-            torch.manual_seed(seed)
-        with Randomness(self.team.seed(self._seed_of_step() if seed is None else seed), device).scope():
-            yield
-
-    def _seed_of_step(self) -> int:
-        before = torch.get_rng_state()
-        seed = int(torch.randint(2**31 - 1, ()))
-        torch.set_rng_state(before)
-        return seed + STEP_SEED * self.step
+    def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Means over the whole batch."""
+        return list(tensors) if self.parts is None else self.team.mean(tensors, self.parts)
 
     def sum(self, terms: Sequence[Tensor], in_v: Sequence[Tensor] = ()) -> list[Tensor]:
         """The terms summed over the workers. Few entries of v may be touched by a batch."""
@@ -85,24 +75,6 @@ class Shard:
         """Whether it holds on some worker."""
         return self.team.any(flag)
 
-    def whole_step(
-        self, value: Tensor, gradient: Sequence[Tensor], layers: Sequence[str], news: bool
-    ) -> tuple[Tensor, list[Tensor], bool]:
-        """A mean loss and its gradient summed over the workers, and whether any of them has news.
-
-        All workers must have met the same layers, or what they sum would not fit together.
-        """
-        mark = float(zlib.crc32(" ".join(layers).encode()) % 2**16)
-        scalars = torch.tensor([0.0, mark, mark**2, float(news)], dtype=torch.float64, device=value.device)
-        scalars[0] = value * self.share
-        *summed, scalars = self.team.sum([*gradient, scalars])
-        if self.team.size * float(scalars[2]) != float(scalars[1]) ** 2:
-            raise InputError(
-                "The workers' parts of a batch went through different layers, so their curvature cannot be summed. Use"
-                " fisher_window with records='sample', or one worker."
-            )
-        return scalars[0].to(value.dtype), list(summed), float(scalars[3]) > 0
-
     def union(self, names: set[str], known: Sequence[str]) -> set[str]:
         """Every name that some worker has."""
         return self.team.union(names, known)
@@ -111,6 +83,16 @@ class Shard:
         """The least and the largest of all workers' numbers."""
         ends = self.team.gather([torch.tensor([[low, high]], dtype=torch.float64)], [1] * self.team.size)[0]
         return float(ends.min()), float(ends.max())
+
+    def gathered(self, record: InnerRecord) -> InnerRecord:
+        """The record of the whole batch, on every worker, in the order of the samples."""
+        if isinstance(record, BatchGradient) or self.parts is None:
+            return record
+        samples, alone = record.samples, replace(record, reduction=None)
+        # Rows come root by root, (K B, ...): the samples are brought to the front, and back.
+        found = iter(self.team.gather([_by_sample(t, samples) for t in tensors(alone)], self.parts))
+        whole = map_tensors(lambda t: _by_root(next(found), len(t) // samples), alone)
+        return replace(whole, samples=sum(self.parts), reduction=replace(self, parts=None))
 
 
 def divided(batch: Batch, team: Team, step: int = 0) -> tuple[Batch, Shard | None]:
@@ -136,3 +118,14 @@ def adopted(batch: Batch, team: Team, step: int = 0) -> Shard:
             " needs one row in each."
         )
     return Shard(tuple(team.counts(samples)), team, step)
+
+
+def _by_sample(tensor: Tensor, samples: int) -> Tensor:
+    """(K B, ...) -> (B, K, ...)."""
+    return tensor.reshape(-1, samples, *tensor.shape[1:]).transpose(0, 1)
+
+
+def _by_root(tensor: Tensor, roots: int) -> Tensor:
+    """(B, K, ...) -> (K B, ...)."""
+    assert tensor.shape[1] == roots
+    return tensor.transpose(0, 1).flatten(0, 1)

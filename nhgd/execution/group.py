@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from nhgd.data_parallel import AbstractTeam, Alone
+from nhgd.data_parallel import AbstractTeam, Alone, Team
 from nhgd.errors import InputError, NhgdError
+from nhgd.record import Pool
 from nhgd.variable import Variable
 
 
@@ -31,6 +32,11 @@ class Group:
 
     def __init__(self, team: AbstractTeam | None = None) -> None:
         self.team: AbstractTeam = Alone() if team is None else team
+
+    @property
+    def pool(self) -> Pool | None:
+        """Whoever divides the work on what all of them hold; None where there is one worker."""
+        return self.team if isinstance(self.team, Team) else None
 
     def join(self, theta: Variable) -> None:
         """Meet the other processes, if there are any, before anything else is done."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
-from nhgd.data_parallel import AbstractTeam, Team
+from nhgd.data_parallel import AbstractTeam
 from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
 from nhgd.execution.group import Group
 from nhgd.inverse._learned.division import SupportsDivision
 from nhgd.inverse.base import AbstractInverse
-from nhgd.record import InnerRecord, joined, whole
+from nhgd.record import InnerRecord, gathered
 from nhgd.variable import Variable
 
 
@@ -47,10 +47,8 @@ class Inline(AbstractExecutor):
         """Fold the record in at once."""
         assert self._learner is not None
         with self._busy.running():
-            if isinstance(self.group.team, Team):
-                record = joined(record, self.group.team)
-                record = record if self._learner.reduces else whole(record)
-            self._state = self._learner.observe(self._state, record)
+            taken = record if self._learner.reduces else gathered(record)
+            self._state = self._learner.observe(self._state, taken)
         self.traffic.records += 1
 
     def snapshot(self) -> tuple[Any, int]:
@@ -58,10 +56,10 @@ class Inline(AbstractExecutor):
         return self._state, 0
 
     def curvature(self) -> Curvature:
-        """The state as it stands; workers divide what a solve would make of it first, where that can be divided."""
-        state = self._state
-        if isinstance(self.group.team, Team) and isinstance(self._learner, SupportsDivision):
-            state = self._learner.divided(state, self.group.team)
+        """The state as it stands; what a solve would make of it first is divided, where it can be."""
+        state, pool = self._state, self.group.pool
+        if pool is not None and isinstance(self._learner, SupportsDivision):
+            state = self._learner.divided(state, pool)
         return Curvature(self._inverse, state, 0)
 
     def restore(self, state: Any) -> None:

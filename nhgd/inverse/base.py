@@ -116,9 +116,9 @@ class Learned(AbstractInverse, Generic[S]):
 
     @property
     def reduces(self) -> bool:
-        """Whether `observe` takes the record of a worker's part of a batch and sums over its team.
+        """Whether `observe` takes a record of some samples of a batch, its means by `batch_mean`.
 
-        Otherwise the records of all workers are gathered first, and it is handed that of the whole batch.
+        Otherwise the record is gathered first, and it is handed that of the whole batch.
         """
         return False
 

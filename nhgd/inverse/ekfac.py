@@ -13,7 +13,7 @@ from nhgd.inverse._learned.eigenbasis import Basis, Solver, decompositions
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.statistics import merge, second_moments
-from nhgd.record import LayerStatistics, mean_over_team
+from nhgd.record import LayerStatistics, batch_mean, pool_of
 
 
 @dataclass
@@ -79,7 +79,7 @@ class EKFAC(AbstractKronecker[EKFACState]):
         bases, moments = dict(state.bases), dict(state.moments)
         due = self._due(state)
         wanted = [name for name in state.inputs if due or name not in bases]
-        for name, new in decompositions(state, wanted, record.team).items():
+        for name, new in decompositions(state, wanted, pool_of(record)).items():
             old = bases.get(name)
             bases[name] = new._asdict()
             if old is not None:
@@ -91,7 +91,7 @@ class EKFAC(AbstractKronecker[EKFACState]):
             a = torch.einsum("btgi,gij->btgj", a, basis.input_vectors)
             g = torch.einsum("kbtgo,gop->kbtgp", g, basis.score_vectors)
             batch[layer.weight] = second_moments(a, g) / record.samples
-        batch = dict(zip(batch, mean_over_team(record, list(batch.values())), strict=True))
+        batch = dict(zip(batch, batch_mean(record, list(batch.values())), strict=True))
         return replace(state, bases=bases, moments=merge(moments, batch, rate))
 
     def _trace(self, state: EKFACState, layer: str) -> Tensor:

@@ -22,9 +22,9 @@ from nhgd.record import (
     FisherKind,
     InnerRecord,
     PerSampleGradients,
-    mean_over_team,
-    observed_samples,
-    whole,
+    batch_mean,
+    batch_samples,
+    gathered,
 )
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
@@ -193,7 +193,7 @@ class FisherDense(Learned[DenseState]):
         observed = state.observed + 1
         if self._sums_matrices(record):
             local = self._rows(record).to(state.matrix)
-            matrix = mean_over_team(record, [local.T @ local])[0]  # (D, D)
+            matrix = batch_mean(record, [local.T @ local])[0]  # (D, D)
             trace = float(matrix.trace())
             if not math.isfinite(trace):  # a sum of squares
                 self._refuse_gradient(observed)
@@ -201,7 +201,7 @@ class FisherDense(Learned[DenseState]):
             state.matrix.mul_(1 - gain).add_(matrix, alpha=gain)
             return replace(state, count=state.count + 1, curvature=curvature, observed=observed)
         if ready is None:
-            rows = self._rows(whole(record)).to(state.matrix)  # (n, D)
+            rows = self._rows(gathered(record)).to(state.matrix)  # (n, D)
             if self.form == "inverse" and len(rows) == 1:
                 ready = fold_row(state.matrix, rows[0], gain)
         if ready is not None:
@@ -262,11 +262,11 @@ class FisherDense(Learned[DenseState]):
         return True
 
     def _sums_matrices(self, record: InnerRecord) -> bool:
-        """Whether workers send F_batch of their parts; otherwise they send the rows, which its inverse form needs anyway."""
-        if self.form == "inverse" or not isinstance(record, PerSampleGradients) or record.team is None:
+        """Whether F_batch of the samples here is summed with that of others; if not, rows are gathered, as the inverse form needs."""
+        if self.form == "inverse" or not isinstance(record, PerSampleGradients) or record.reduction is None:
             return False
         rows, size = record.rows.shape
-        return rows // record.samples * observed_samples(record) >= size
+        return rows // record.samples * batch_samples(record) >= size
 
     def _refuse_gradient(self, observed: int) -> None:
         raise NonFiniteError(

@@ -16,7 +16,7 @@ from nhgd.inverse._learned.periods import Periodic, check_overhead
 from nhgd.inverse._learned.state import State
 from nhgd.inverse._learned.statistics import check_invertible, check_statistics, second_moments, step_of_mean
 from nhgd.inverse.base import SolveStats
-from nhgd.record import FisherKind, InnerRecord, LayerStatistics, RecordKind, mean_over_team, observed_samples
+from nhgd.record import FisherKind, InnerRecord, LayerStatistics, RecordKind, batch_mean, batch_samples
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
@@ -132,8 +132,8 @@ class FisherDiagonal(Periodic[FisherDiagonalState]):
             sizes = [state.sizes[name] for name in record.other_names]
             for name, values in zip(record.other_names, squares.split(sizes), strict=True):
                 put(name, values)
-        batch = mean_over_team(record, [batch])[0]
-        rate, mass = step_of_mean(state.mass, self.beta, observed_samples(record))
+        batch = batch_mean(record, [batch])[0]
+        rate, mass = step_of_mean(state.mass, self.beta, batch_samples(record))
         return FisherDiagonalState(state.diagonal.lerp(batch, rate), state.starts, state.sizes, mass)
 
     @torch.no_grad()

@@ -13,13 +13,20 @@ from torch import Tensor, nn
 
 from nhgd._recording.accounting import held
 from nhgd._validation import not_negative, positive
-from nhgd.data_parallel import Team
 from nhgd.errors import InputError, NonFiniteError
 from nhgd.inverse._learned.damping import refuse_singular, resolve_damping
 from nhgd.inverse._learned.gram import PIECE
 from nhgd.inverse._learned.ring import NewRows, WindowState, by_sample, factors_pay, fit, layer_rows, pairs
 from nhgd.inverse.base import Learned, SolveStats
-from nhgd.record import BatchGradient, FisherKind, InnerRecord, LayerStatistics, PerSampleGradients
+from nhgd.record import (
+    BatchGradient,
+    FisherKind,
+    InnerRecord,
+    LayerStatistics,
+    PerSampleGradients,
+    Pool,
+    pool_of,
+)
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
@@ -121,7 +128,6 @@ class FisherWindow(Learned[WindowState]):
 
     def observe(self, state: WindowState, record: InnerRecord) -> WindowState:
         """Put the samples of one inner step in the ring. The arrays of the given state are updated in place."""
-        team = None if isinstance(record, BatchGradient) else record.team
         news = self._news(state, record)
         if state.gram is None:
             self._refuse_many(news.roots)
@@ -142,7 +148,7 @@ class FisherWindow(Learned[WindowState]):
         position = (state.position + kept) % self.window
         old = list(self._runs(position if filled == self.window else 0, filled - kept))
         gram = state.gram.view(self.window, news.roots, self.window, news.roots)
-        for places, found in self._products(state, [places for places, _ in new], filled, news.roots, team):
+        for places, found in self._products(state, [places for places, _ in new], filled, news.roots, pool_of(record)):
             gram[places, :, :filled] = found
             for others, _ in old:
                 gram[others, :, places] = found[:, :, others].permute(2, 3, 0, 1)
@@ -156,29 +162,29 @@ class FisherWindow(Learned[WindowState]):
                 yield slice(start, start + samples.stop - samples.start), samples
 
     def _products(
-        self, state: WindowState, new: Sequence[slice], filled: int, roots: int, team: Team | None
+        self, state: WindowState, new: Sequence[slice], filled: int, roots: int, pool: Pool | None
     ) -> Iterator[tuple[slice, Tensor]]:
-        """Products of new samples with all, (n, K, m, K), some at a time; every worker of a team makes some of each run."""
+        """Products of new samples with all, (n, K, m, K), some at a time; a pool divides each run."""
         assert state.gram is not None
         numbers = NUMBERS_AT_A_TIME if state.gram.device.type == "cpu" else PIECE
         step = max(1, max(ROWS_AT_A_TIME, numbers // (filled * roots)) // roots)
         present = [block.take(slice(0, filled)) for block in state.blocks()]
-        for run in new:
-            count = run.stop - run.start
-            parts = [count] if team is None else team.parts(count)
-            mine = slice(0, count) if team is None else team.place(parts)
-            end = run.start + mine.stop
-            made = []
-            for start in range(run.start + mine.start, end, step):
+        nothing = state.gram.new_empty(0, roots, filled, roots)
+
+        def products(first: int, end: int) -> Iterator[tuple[slice, Tensor]]:
+            for start in range(first, end, step):
                 places = slice(start, min(start + step, end))
-                found = reduce(Tensor.add_, (block.take(places).gram(block) for block in present))
-                if team is None:
-                    yield places, found
-                else:
-                    made.append(found)
-            if team is not None:
-                nothing = state.gram.new_empty(0, roots, filled, roots)  # fewer new samples than workers
-                yield run, team.gather([torch.cat([nothing, *made])], parts)[0]
+                yield places, reduce(Tensor.add_, (block.take(places).gram(block) for block in present))
+
+        for run in new:
+            if pool is None:
+                yield from products(run.start, run.stop)
+                continue
+
+            def some(mine: slice, start: int = run.start) -> Tensor:
+                return torch.cat([nothing, *(found for _, found in products(start + mine.start, start + mine.stop))])
+
+            yield run, pool.map_rows(run.stop - run.start, some)
 
     def _news(self, state: WindowState, record: InnerRecord) -> NewRows:
         if self.records == "layer" and isinstance(record, LayerStatistics):

@@ -8,13 +8,12 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from nhgd.data_parallel import Team
 from nhgd.errors import InputError
 from nhgd.inverse._learned.eigenbasis import Basis, Solver, decomposed, decompositions
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.statistics import check_invertible
-from nhgd.record import LayerStatistics
+from nhgd.record import LayerStatistics, Pool, pool_of
 
 KFACSolver = Literal["eigen", "cholesky"]
 
@@ -95,16 +94,16 @@ class KFAC(AbstractKronecker[KroneckerState]):
             return replace(state, bases={})  # those of a state that other settings have left are of other factors
         if not self._due(state):
             return state
-        return replace(state, bases=self._bases(state, record.team))
+        return replace(state, bases=self._bases(state, pool_of(record)))
 
-    def _bases(self, state: KroneckerState, team: Team | None) -> dict[str, dict[str, Tensor]]:
-        return {layer: basis._asdict() for layer, basis in decompositions(state, state.inputs, team).items()}
+    def _bases(self, state: KroneckerState, pool: Pool | None) -> dict[str, dict[str, Tensor]]:
+        return {layer: basis._asdict() for layer, basis in decompositions(state, state.inputs, pool).items()}
 
-    def divided(self, state: KroneckerState, team: Team) -> KroneckerState:
-        """The state with the eigendecompositions that a solve would make of it, divided among the workers of a team."""
+    def divided(self, state: KroneckerState, pool: Pool) -> KroneckerState:
+        """The state with the eigendecompositions that a solve would make of it, divided over a pool."""
         if self.invert_every is not None or self.solver != "eigen":
             return state
-        return replace(state, bases=self._bases(state, team))
+        return replace(state, bases=self._bases(state, pool))
 
     def _trace(self, state: KroneckerState, layer: str) -> Tensor:
         a, g = (factor.diagonal(dim1=1, dim2=2).sum(1) for factor in state.factors(layer))

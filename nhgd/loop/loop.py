@@ -19,12 +19,12 @@ from nhgd._recording.recorder import Recorder
 from nhgd._tree import map_tensors
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import Data, Stream
+from nhgd.data_parallel import Division
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError
 from nhgd.execution.base import AbstractExecutor
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import Complaints, implicit
 from nhgd.inverse.base import AbstractInverse
-from nhgd.loop.division import Division
 from nhgd.loop.mover import Mover
 from nhgd.loop.projection import project
 from nhgd.loop.settings import LoopSettings
@@ -255,7 +255,7 @@ class Loop:
         project(self.problem.theta, self.settings.project)
 
     def oracle(self, inner_batches: Sequence[Batch], outer_batch: Batch = None, seed: int | None = None) -> Oracle:
-        """The current point with these batches, divided among the team. A seed given twice replays dropout."""
+        """The current point with these batches. A seed given twice replays dropout."""
         seed = self.seed() if seed is None else seed
         inner = self.division.objectives(inner_batches, seed)
         return Oracle.over(inner, self.division.outer(outer_batch, seed), self.calls)

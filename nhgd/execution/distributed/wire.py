@@ -72,9 +72,9 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, record: InnerRecord) -> tuple[Layout, list[Tensor]]:
         """The layout of a record, and its tensors."""
-        is_part = not isinstance(record, BatchGradient) and record.parts is not None
+        is_part = not isinstance(record, BatchGradient) and record.reduction is not None
         if not isinstance(record, BatchGradient) and is_part:
-            record = replace(record, parts=None, team=None)
+            record = replace(record, reduction=None)
         structure, tensors = flatten(record)
         return cls(structure, is_part, tuple([(_NAMES[t.dtype], tuple(t.shape)) for t in tensors])), tensors
 

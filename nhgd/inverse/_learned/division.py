@@ -1,10 +1,10 @@
-"""Work of a solve that the workers of a team divide among them."""
+"""Work of a solve that can be divided over a pool."""
 
 from __future__ import annotations
 
 from typing import Protocol, TypeVar, runtime_checkable
 
-from nhgd.data_parallel import Team
+from nhgd.record import Pool
 
 S = TypeVar("S")
 
@@ -13,6 +13,6 @@ S = TypeVar("S")
 class SupportsDivision(Protocol[S]):
     """A learned inverse whose solve begins with work on the state alone, in independent parts."""
 
-    def divided(self, state: S, team: Team) -> S:
-        """The state with that work done, each worker having done a part; all of them must ask. The state given stays."""
+    def divided(self, state: S, pool: Pool) -> S:
+        """The state with that work done, each of the pool having done a part; all must ask. The state given stays."""
         ...

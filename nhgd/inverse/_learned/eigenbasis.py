@@ -8,10 +8,10 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from nhgd.data_parallel import Team
 from nhgd.errors import NonFiniteError
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.statistics import check_invertible
+from nhgd.record import Pool
 
 Solver: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -47,22 +47,22 @@ def decomposed(state: KroneckerState, layer: str) -> Basis:
     return Basis(q_a, a.clamp_min(0), q_g, g.clamp_min(0))  # below zero is rounding
 
 
-def decompositions(state: KroneckerState, layers: Iterable[str], team: Team | None) -> dict[str, Basis]:
-    """`decomposed` for several layers. The workers of a team divide the factors among them, by the cube of their size."""
+def decompositions(state: KroneckerState, layers: Iterable[str], pool: Pool | None) -> dict[str, Basis]:
+    """`decomposed` for several layers. A pool divides the factors, by the cube of their size."""
     names = list(layers)
-    if team is None:
+    if pool is None:
         return {layer: decomposed(state, layer) for layer in names}
     named = [(layer, factor) for layer in names for factor in state.factors(layer)]
     for layer, factor in named:
-        check_finite(layer, factor)  # here, where all workers see it
+        check_finite(layer, factor)  # here, where all of the pool see it
 
     def packed(i: int) -> Tensor:
         values, vectors = eigenvalues(*named[i])
         return torch.cat([values.clamp_min(0)[:, None], vectors], dim=1)  # (G, 1 + n, n)
 
     likes = [factor.new_empty(len(factor), 1 + factor.shape[1], factor.shape[2]) for _, factor in named]
-    owners = team.divide([len(factor) * float(factor.shape[1]) ** 3 for _, factor in named])
-    found = [(t[:, 1:].contiguous(), t[:, 0].contiguous()) for t in team.exchange(likes, owners, packed)]
+    costs = [len(factor) * float(factor.shape[1]) ** 3 for _, factor in named]
+    found = [(t[:, 1:].contiguous(), t[:, 0].contiguous()) for t in pool.map(likes, costs, packed)]
     return {name: Basis(*found[2 * i], *found[2 * i + 1]) for i, name in enumerate(names)}
 
 

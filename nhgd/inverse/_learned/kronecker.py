@@ -26,8 +26,8 @@ from nhgd.record import (
     LayerRecord,
     LayerStatistics,
     RecordKind,
-    mean_over_team,
-    observed_samples,
+    batch_mean,
+    batch_samples,
 )
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
@@ -125,7 +125,7 @@ class AbstractKronecker(Periodic[T]):
                 f"{type(self).__name__} works on the inputs and scores of Linear and Conv2d layers, and no such layer holds"
                 " a parameter of theta. Use fisher_window, which takes any model, or fisher_diagonal."
             )
-        rate, mass = step_of_mean(state.mass, self.beta, observed_samples(record))
+        rate, mass = step_of_mean(state.mass, self.beta, batch_samples(record))
         batch, own_blocks = ready or self.statistics(state, record)
         inputs, scores, weights = ({name: three[i] for name, three in batch.items()} for i in range(3))
         new = replace(
@@ -144,8 +144,8 @@ class AbstractKronecker(Periodic[T]):
         return self._refreshed(state, new, record, rate)
 
     def graphable(self, state: T, record: InnerRecord) -> Graphable | None:
-        """The statistics of a batch, where no team has to sum them."""
-        if not isinstance(record, LayerStatistics) or record.team is not None or not record.layers:
+        """The statistics of a batch, where they are not summed over samples elsewhere."""
+        if not isinstance(record, LayerStatistics) or record.reduction is not None or not record.layers:
             return None
 
         def work(given: InnerRecord) -> BatchStatistics:
@@ -156,15 +156,15 @@ class AbstractKronecker(Periodic[T]):
 
     @torch.no_grad()
     def statistics(self, state: KroneckerState, record: LayerStatistics) -> BatchStatistics:
-        """What the batch adds to the running means, of layers and of the parameters outside, over all workers.
+        """What the batch adds to the running means, of layers and of the parameters outside.
 
         Of the state only the sizes of theta's leaves are used, so that this can be captured once and replayed.
         """
         layers: dict[str, tuple[Tensor, ...]] = {layer.weight: self._factors(layer, record) for layer in record.layers}
         blocks = self._blocks(state, record)
-        if record.team is None:
+        if record.reduction is None:
             return BatchStatistics(layers, blocks)
-        summed = iter(mean_over_team(record, [*(t for three in layers.values() for t in three), *blocks.values()]))
+        summed = iter(batch_mean(record, [*(t for three in layers.values() for t in three), *blocks.values()]))
         return BatchStatistics(
             {name: tuple(next(summed) for _ in three) for name, three in layers.items()},
             {name: next(summed) for name in blocks},

@@ -15,9 +15,10 @@ from nhgd._randomness import Randomness
 from nhgd._tree import tensors
 from nhgd.data.batch import Batch
 from nhgd.data.loader import Stream
-from nhgd.data_parallel import AbstractTeam, Shard, Team, adopted, divided
+from nhgd.data_parallel.collectives import AbstractTeam, Team
+from nhgd.data_parallel.objective import DividedObjective, DividedOuterObjective
+from nhgd.data_parallel.shard import Shard, adopted, divided
 from nhgd.objective import Objective, OuterObjective
-from nhgd.part import WHOLE, Part
 from nhgd.problem import Bilevel
 from nhgd.schedule import Clock
 
@@ -56,22 +57,27 @@ class Division:
 
     def objective(self, batch: Batch, seed: int | None = None) -> Objective:
         """The inner objective on a batch that all workers drew."""
-        own, part = self._divided("inner", batch)
-        return Objective(self.problem, own, seed, part)
+        return self._objective(*self._divided("inner", batch), seed)
 
     def objectives(self, batches: Sequence[Batch], seed: int) -> list[Objective]:
         """The inner objectives on several batches, each with a seed of its own. All are sums over the workers, or none is."""
-        found = [self.objective(batch, seed + 1 + index) for index, batch in enumerate(batches)]
-        if any(objective.part.parts is not None for objective in found) and isinstance(self.team, Team):
+        found = [self._divided("inner", batch) for batch in batches]
+        if any(shard is not None for _, shard in found) and isinstance(self.team, Team):
             replica = Shard(None, self.team)
-            for objective in found:
-                objective.part = replica if objective.part.parts is None else objective.part
-        return found
+            found = [(batch, shard or replica) for batch, shard in found]
+        return [self._objective(batch, shard, seed + 1 + index) for index, (batch, shard) in enumerate(found)]
+
+    def _objective(self, batch: Batch, shard: Shard | None, seed: int | None) -> Objective:
+        if shard is None:
+            return Objective(self.problem, batch, seed)
+        return DividedObjective(self.problem, batch, seed, shard)
 
     def outer(self, batch: Batch, seed: int) -> OuterObjective:
         """The outer loss on a batch that all workers drew."""
-        own, part = self._divided("outer", batch)
-        return OuterObjective(self.problem, own, seed, part)
+        own, shard = self._divided("outer", batch)
+        if shard is None:
+            return OuterObjective(self.problem, own, seed)
+        return DividedOuterObjective(self.problem, own, seed, shard)
 
     def assert_equal(self) -> None:
         """Stop the run when the workers no longer hold the same."""
@@ -89,22 +95,22 @@ class Division:
         tensors = [leaf.detach() for variable in variables for leaf in variable.leaves]
         return tensors + [buffer for variable in variables for buffer, _ in variable.buffers()]
 
-    def _divided(self, level: Level, batch: Batch) -> tuple[Batch, Part]:
+    def _divided(self, level: Level, batch: Batch) -> tuple[Batch, Shard | None]:
         """This worker's part of a batch, or all of it: of one worker, and where the loss is not a mean over samples."""
         team = self.team
         if not isinstance(team, Team) or batch is None:
-            return batch, WHOLE
+            return batch, None
         if isinstance(getattr(self._streams[level].source, "sampler", None), DistributedSampler):
             self.found[level] = "divided"
             return batch, adopted(batch, team, self.clock.total)
         if self.found.get(level) == "replicated":
-            return batch, WHOLE
-        own, part = divided(batch, team, self.clock.total)
-        if part is None:
-            return batch, WHOLE
+            return batch, None
+        own, shard = divided(batch, team, self.clock.total)
+        if shard is None:
+            return batch, None
         if level not in self.found:
             team.assert_equal(**{f"the first {level} batch": tensors(batch)})
-            mean = is_mean_of_parts(self.problem, level, batch, own, part)
+            mean = is_mean_of_parts(self.problem, level, batch, own, shard)
             self.found[level] = "divided" if mean else "replicated"
             if level == "inner" and not mean and team.rank == 0:
                 warnings.warn(
@@ -112,10 +118,10 @@ class Division:
                     " computes all of it and nothing is gained by a team. Return one loss for each sample.",
                     stacklevel=2,
                 )
-        return (own, part) if self.found[level] == "divided" else (batch, WHOLE)
+        return (own, shard) if self.found[level] == "divided" else (batch, None)
 
 
-def is_mean_of_parts(problem: Bilevel, level: Level, batch: Batch, own: Batch, part: Shard) -> bool:
+def is_mean_of_parts(problem: Bilevel, level: Level, batch: Batch, own: Batch, shard: Shard) -> bool:
     """Whether the loss on a batch, and its gradients, are the means of those on the workers' parts, up to rounding.
 
     A sum over samples, a ratio or batch statistics are not. Where random numbers enter, two passes differ anyway, and the
@@ -138,15 +144,15 @@ def is_mean_of_parts(problem: Bilevel, level: Level, batch: Batch, own: Batch, p
         whole = measured(batch)
         random = not torch.equal(before, torch.get_rng_state())
         here = measured(own)
-    share = part.share
+    share = shard.share
     # A sum may cancel, so errors are measured by the size of its terms.
     sizes = torch.stack([t.double().norm() * share for t in here])
-    *summed, sizes = part.sum([*(t * share for t in here), sizes])
+    *summed, sizes = shard.sum([*(t * share for t in here), sizes])
     differs = not random and any(
         not float((a - b).double().norm()) <= _tolerance(a) * max(float(size), torch.finfo(torch.float64).tiny)
         for a, b, size in zip(whole, summed, sizes, strict=True)
     )
-    return not part.any(differs)
+    return not shard.any(differs)
 
 
 def _tolerance(tensor: Tensor) -> float:
