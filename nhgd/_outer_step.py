@@ -14,6 +14,7 @@ from nhgd._solution import Row, history_row
 from nhgd.algorithm import AbstractAlgorithm, StepInfo
 from nhgd.checkpoint import Checkpoints, Progress
 from nhgd.errors import NhgdError, NonFiniteError, RunError
+from nhgd.execution.base import scope_of
 
 
 def advance(algorithm: AbstractAlgorithm, progress: Progress, checkpoints: Checkpoints) -> Row:
@@ -44,7 +45,7 @@ def advance(algorithm: AbstractAlgorithm, progress: Progress, checkpoints: Check
 
 def _attempt(algorithm: AbstractAlgorithm, progress: Progress) -> StepInfo:
     loop = progress.loop
-    with loop.executor.scope(), set_aside(), _fitting(progress):
+    with scope_of(loop.executor), set_aside(), _fitting(progress):
         loop.begin()
         progress.state, info = algorithm.step(loop, progress.state)
     check_losses(info)

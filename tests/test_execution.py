@@ -15,8 +15,8 @@ from nhgd._solution import CLOCKED
 from nhgd._tree import tensors
 from nhgd.algorithm import AID, NHGD, NHGDSingle
 from nhgd.errors import InputError, RunError
-from nhgd.execution import Device, Inline, Stream, Thread, resolve
-from nhgd.execution._background import Launched
+from nhgd.execution import AbstractExecutor, Device, Inline, Stream, Thread, resolve
+from nhgd.execution._queue import Launched
 from nhgd.execution.base import Traffic
 from nhgd.inverse import EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Identity, Refined
 from nhgd.oracle import Oracle
@@ -88,6 +88,49 @@ def test_other_algorithms_equal_inline_too(method, backend):
     assert rows == rows2
 
 
+class Deferred(AbstractExecutor):
+    """All that a backend must have: here records are kept, and folded in when the state is asked for."""
+
+    name = "deferred"
+
+    def start(self, inverse, theta, v=None):
+        super().start(inverse, theta, v)
+        self.kept, self.waiting = self.learner.init(theta), []
+
+    def begin(self):
+        self.waiting.append(None)
+
+    def submit(self, record):
+        self.waiting.append(record)
+        self.traffic.records += 1
+
+    def state(self, wait=False):
+        assert wait
+        for record in self.waiting:
+            self.kept = self.learner.begin(self.kept) if record is None else self.learner.observe(self.kept, record)
+        self.waiting.clear()
+        return self.kept, 0
+
+    def restore(self, state):
+        self.kept = state
+
+
+@pytest.mark.parametrize("name", ["kfac", "dense inverse, reset"])
+def test_five_methods_make_an_executor(name, tmp_path):
+    method = NHGD(INVERSES[name])
+    v, theta, rows, _ = solved("inline", method)
+    v2, theta2, rows2, _ = solved(Deferred(), method, checkpoint=str(tmp_path), checkpoint_every=1)
+    assert torch.equal(v, v2)
+    assert torch.equal(theta, theta2)
+    assert rows == rows2
+
+
+def test_the_seam_of_an_executor_is_small():
+    public = {n for n, item in vars(AbstractExecutor).items() if not n.startswith("_") and callable(item)}
+    assert len(public) <= 10, public
+    assert len(AbstractExecutor.__abstractmethods__) <= 4  # and `start`, which is extended
+
+
 @pytest.mark.parametrize("make", [catalogue.ridge_scalar, catalogue.plain_tensor])
 @pytest.mark.parametrize("backend", BESIDE)
 def test_a_single_leaf_and_a_learnt_ridge(make, backend):
@@ -157,7 +200,7 @@ def test_submit_does_not_wait_below_max_lag_and_waits_at_it():
     inverse.gate.set()
     assert ended.wait(20)
     executor.drain()
-    assert executor.snapshot()[0].observed == 4
+    assert executor.state()[0].observed == 4
     found = executor.measured()
     assert found.largest_lag == 3
     assert executor.measured().largest_lag == 0  # a new one
@@ -176,13 +219,13 @@ def test_a_stale_snapshot_says_what_it_lacks_and_is_left_alone():
         executor.submit(record)
     opener = threading.Timer(0.1, inverse.gate.set)  # a copy is made between two records, so one must end
     opener.start()
-    state, lag = executor.snapshot()
+    state, lag = executor.state()
     assert state.observed + lag == 4
     assert lag >= 1
     kept = {key: t.clone() for key, t in state.tensors().items()}
     executor.drain()
     assert all(torch.equal(t, kept[key]) for key, t in state.tensors().items())
-    assert executor.snapshot() == (executor._state, 0)
+    assert executor.state() == (executor.queue.state, 0)
     executor.close()
 
 
@@ -282,7 +325,7 @@ def test_close_ends_the_thread_and_can_be_repeated():
     executor.start(KFAC(), problem.theta)
     executor.submit(records[0])
     executor.drain()
-    assert executor.snapshot()[0].observed == 1
+    assert executor.state()[0].observed == 1
     executor.close()
 
 
@@ -298,7 +341,7 @@ def test_an_executor_closed_in_the_middle_of_its_work_can_be_used_again():
     for record in records:
         executor.submit(record)
     executor.drain()
-    assert executor.snapshot()[0].observed == 2
+    assert executor.state()[0].observed == 2
     executor.close()
 
 
@@ -319,7 +362,7 @@ def test_what_was_interrupted_is_looked_at_again():
     executor = Thread()
     started(executor, KFAC(), 0)
     seen = []
-    executor._launched.append(Launched(Done(), [], 1, lambda state: (seen.append(1), state)[1]))
+    executor.queue.launched.append(Launched(Done(), [], 1, lambda state: (seen.append(1), state)[1]))
     with pytest.raises(KeyboardInterrupt):
         executor.drain()
     assert not seen
@@ -387,14 +430,12 @@ def test_the_state_of_a_device_is_that_of_inline_and_goes_back():
     for executor in (Inline(), Device("cpu"), Thread()):
         executor.start(KFAC(), problem.theta)
         executor.submit(record)
-        executor.drain()
-        state, lag = executor.snapshot()
+        state, lag = executor.state(wait=True)
         assert lag == 0
         found.append(state.tensors())
         executor.restore(state.clone())
         executor.submit(record)
-        executor.drain()
-        assert executor.snapshot()[0].observed == 2
+        assert executor.state(wait=True)[0].observed == 2
         executor.close()
     for other in found[1:]:
         assert other.keys() == found[0].keys()
@@ -460,7 +501,7 @@ def test_the_outer_gradient_and_the_graph_of_the_cross_derivative_are_made_while
     problem.losses, problem.outer_value = noted("inner", losses), noted("outer", value)
     method = NHGDSingle(KFAC()) if single else NHGD(KFAC())
     solver = nhgd.Solver(problem, [inner], [outer], method=method, inner_steps=3, execution="thread")
-    solver.executor._inverse = slow
+    solver.executor.inverse = slow
     slow.gate.set()
     solver.step()  # the first record of a layer asks for more
     solver.executor.drain()

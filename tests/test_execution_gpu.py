@@ -151,7 +151,7 @@ def test_memory_is_kept_for_the_side_stream():
         for _ in range(4):
             torch.empty(32, 256, dtype=torch.float64, device="cuda").fill_(float("nan"))
     side.drain()
-    found, expected = side.snapshot()[0].tensors(), inline.snapshot()[0].tensors()
+    found, expected = side.state()[0].tensors(), inline.state()[0].tensors()
     for key, tensor in found.items():
         torch.testing.assert_close(tensor, expected[key], rtol=1e-12, atol=1e-12)
     side.close()
@@ -167,7 +167,7 @@ def test_the_state_is_not_changed_while_the_inner_stream_still_reads_it():
     executor.begin()
     executor.submit(recorder.step(batch).record)
     executor.drain()
-    state, _ = executor.snapshot()
+    state, _ = executor.state()
     kept = state.matrix.clone()
     spin = torch.randn(6000, 6000, device="cuda")
     for _ in range(20):
@@ -188,7 +188,7 @@ def test_device_counts_bytes_both_ways():
     executor.submit(record)
     executor.drain()
     assert executor.measured().bytes_sent == sum(t.numel() * t.element_size() for t in tensors(record))
-    assert all(t.device.type == "cpu" for t in executor.snapshot()[0].tensors().values())
+    assert all(t.device.type == "cpu" for t in executor.state()[0].tensors().values())
     executor.close()
 
 
@@ -237,7 +237,7 @@ def test_a_record_is_outstanding_until_the_device_is_done(inverse):
     assert found.waited_seconds > 0.1
     executor.drain()
     assert executor._side.query()
-    assert executor.snapshot()[0].observed == 9
+    assert executor.state()[0].observed == 9
     executor.close()
 
 
@@ -247,14 +247,14 @@ def test_the_inner_loop_launches_several_records_itself():
     behind(executor)
     for count in range(1, 7):
         executor.submit(recorder.step(batch).record)
-        assert executor._unfinished == 0  # nothing for the thread
-        assert sum(launched.records for launched in executor._launched) == (0 if count < 5 else 5)
+        assert executor.queue.unfinished == 0  # nothing for the thread
+        assert sum(launched.records for launched in executor.queue.launched) == (0 if count < 5 else 5)
     solving, state, lag = executor.curvature()  # waits for nothing
     assert not executor._side.query()
     assert (solving, lag, state.observed) == (LITERAL, 0, 12)
     kept = state.matrix.clone()  # the inner stream waits
     executor.drain()
-    assert torch.equal(kept, executor.snapshot()[0].matrix)
+    assert torch.equal(kept, executor.state()[0].matrix)
     assert torch.equal(kept, kept.T)
     executor.close()
 
@@ -267,7 +267,7 @@ def test_a_tensor_changed_after_the_launch_is_noticed(inverse):
     record = recorder.step(batch).record
     executor.submit(record)
     deadline = time.monotonic() + 20
-    while executor._unfinished and time.monotonic() < deadline:
+    while executor.queue.unfinished and time.monotonic() < deadline:
         time.sleep(0.01)  # launched by now, and not yet read
     tensors(record)[0].add_(1)
     with pytest.raises(nhgd.errors.RunError, match="changed in place"):
@@ -304,7 +304,7 @@ def test_a_stale_copy_waits_for_nothing_that_comes_after_it():
         executor.submit(recorder.step(batch).record)
     opener = threading.Timer(0.2, inverse.gate.release)  # the first: the copy is made after it
     opener.start()
-    state, lag = executor.snapshot()
+    state, lag = executor.state()
     assert (state.observed, lag) == (1, 1)
     inverse.gate.release()
     deadline = time.monotonic() + 20
@@ -313,7 +313,7 @@ def test_a_stale_copy_waits_for_nothing_that_comes_after_it():
     torch.cuda.current_stream().record_event().synchronize()
     assert not executor._side.query()  # the second record is far from done, and the inner stream is not held up
     executor.drain()
-    assert executor.snapshot()[0].observed == 2
+    assert executor.state()[0].observed == 2
     executor.close()
 
 
@@ -380,7 +380,7 @@ def test_after_a_second_start_records_are_still_waited_for(backend):
     x, _ = solving.apply(state, torch.ones_like(row), Oracle(problem, [next(iter(data))], None))
     assert bool(torch.isfinite(x).all())
     executor.drain()
-    matrix = executor.snapshot()[0].matrix.cpu()
+    matrix = executor.state()[0].matrix.cpu()
     close(matrix, torch.ones_like(matrix))
     executor.close()
 

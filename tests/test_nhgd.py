@@ -295,7 +295,7 @@ def test_observing_the_end_takes_the_curvature_of_the_very_point(make):
     L = oracles.cross(problem, inner, theta, before)
     x = torch.linalg.solve(matrix, in_theta)
     torch.testing.assert_close(v, before - 0.1 * (in_v - (L.T @ x if L.shape[0] == len(x) else L @ x)))
-    assert running.loop.executor.snapshot()[0].observed == 1
+    assert running.loop.executor.state()[0].observed == 1
 
 
 def test_natural_steps_begin_with_the_curvature_of_the_last_end():
@@ -309,7 +309,7 @@ def test_natural_steps_begin_with_the_curvature_of_the_last_end():
         )
         running.run(steps=5)
         ends[observe] = instance.problem.v.given
-        assert running.loop.executor.snapshot()[0].observed == {"all": 5, "end": 6}[observe]
+        assert running.loop.executor.state()[0].observed == {"all": 5, "end": 6}[observe]
     torch.testing.assert_close(ends["all"], ends["end"])
 
 
@@ -354,7 +354,7 @@ def test_the_clock_chooses_periods_and_the_choice_repeats_the_run(algorithm, inv
 
 def test_curvature_observed_at_the_end_needs_no_period():
     *_, running = stepped(catalogue.frozen_layer, NHGD(KFAC(factor_every=3), observe="end"), 2, inner_steps=4)
-    state, _ = running.executor.snapshot()
+    state, _ = running.executor.state()
     assert state.observed == 2
 
 

@@ -64,7 +64,7 @@ def test_factors_are_as_large_as_those_of_kfac():
     bilevel, inner, outer = problem()
     solver = nhgd.Solver(bilevel, inner, outer, method=NHGD(KFAC()), inner_steps=2)
     solver.run(steps=1)
-    state, _ = solver.executor.snapshot()
+    state, _ = solver.executor.state()
     kept = [*state.inputs.values(), *state.scores.values()]
     net = scaling.mlp("small", WIDTHS, 8)
     assert net.factor_numbers() == sum(t.numel() for t in kept)

@@ -170,23 +170,23 @@ def test_records_are_gathered_launched_and_waited_for_at_max_lag(card):
     _, record = loaded(executor)
     for _ in range(4):
         executor.submit(record())
-    assert not executor._launched
+    assert not executor.queue.launched
     executor.submit(record())
-    assert [launched.records for launched in executor._launched] == [5]
+    assert [launched.records for launched in executor.queue.launched] == [5]
     for _ in range(3):
         executor.submit(record())
     assert card.waited == 0
     assert executor.measured().largest_lag == 8
     executor.submit(record())  # a ninth: the first five are waited for
     assert card.waited == 1
-    assert not executor._launched
-    state, lag = executor.snapshot()
+    assert not executor.queue.launched
+    state, lag = executor.state()
     assert (state.observed, lag) == (9, 0)
     assert card.waited == 1
     executor.raise_deferred()
-    assert executor._launched  # not there yet
+    assert executor.queue.launched  # not there yet
     executor.drain()
-    assert executor.snapshot()[0].observed == 9
+    assert executor.state()[0].observed == 9
     assert card.waited == 2
     executor.close()
 
@@ -198,7 +198,7 @@ def test_memory_is_kept_until_the_card_is_done_and_a_change_is_noticed(card):
     first, second = record(), record()
     executor.submit(first)
     executor.submit(second)
-    assert executor._launched[0].given[0][0] is first.raw
+    assert executor.queue.launched[0].given[0][0] is first.raw
     second.raw.add_(1)
     with pytest.raises(RunError, match="changed in place"):
         executor.drain()
@@ -289,9 +289,9 @@ def test_a_new_outer_step_is_told_of_even_where_no_record_follows(card):
     executor = Stream()
     _, record = loaded(executor)
     executor.submit(record())
-    assert not torch.equal(executor.snapshot()[0].matrix, torch.eye(len(executor.keep().matrix), dtype=torch.float64))
+    assert not torch.equal(executor.state()[0].matrix, torch.eye(len(executor.keep().matrix), dtype=torch.float64))
     executor.begin()
-    state, lag = executor.snapshot()
+    state, lag = executor.state()
     assert torch.equal(state.matrix, torch.eye(len(state.matrix), dtype=torch.float64))
     assert (state.observed, lag) == (1, 0)
     executor.close()
@@ -302,9 +302,9 @@ def test_what_was_gathered_is_launched_when_the_inner_loop_ends(card):
     _, record = loaded(executor)
     for _ in range(7):
         executor.submit(record())
-    assert [launched.records for launched in executor._launched] == [5]
+    assert [launched.records for launched in executor.queue.launched] == [5]
     assert not executor.inner_loop_ended()  # the host waits for none of it
-    assert [launched.records for launched in executor._launched] == [5, 2]
+    assert [launched.records for launched in executor.queue.launched] == [5, 2]
     executor.close()
 
 
@@ -316,7 +316,7 @@ def test_all_is_launched_when_the_outer_gradient_is_taken(card, inner_steps):
     value, seen = problem.outer_value, []
 
     def noted(batch: Any) -> Any:
-        seen.append((len(executor._gathered), sum(launched.records for launched in executor._launched)))
+        seen.append((len(executor._gathered), sum(launched.records for launched in executor.queue.launched)))
         return value(batch)
 
     problem.outer_value = noted  # type: ignore[method-assign]
@@ -384,7 +384,7 @@ def test_the_log_has_an_end_whatever_max_lag(card):
         executor.submit(one)
     assert executor._log is not None
     assert len(executor._log) == 64
-    assert len(executor._launched) < 64
+    assert len(executor.queue.launched) < 64
     assert executor.keep().observed == 400
     executor.close()
 

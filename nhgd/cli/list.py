@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+from nhgd._registry import summary
 from nhgd.algorithm import ALGORITHMS, AbstractAlgorithm, presets
 from nhgd.cli._options import Json
 from nhgd.cli._output import console, jsonable, print_json, table
@@ -40,7 +41,7 @@ def list_names(as_json: Json = False) -> None:
 
 
 def _summaries(registry: Mapping[str, Any]) -> list[dict[str, str]]:
-    return [{"name": name, "summary": cls.summary()} for name, cls in registry.items()]
+    return [{"name": name, "summary": summary(cls)} for name, cls in registry.items()]
 
 
 def _variant(made: AbstractAlgorithm) -> str:

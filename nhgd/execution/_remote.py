@@ -23,7 +23,7 @@ class RemoteInverse(Learned[Any]):
 
     Args:
         inverse: what keeps the state.
-        ask: (state, u, ridge) -> x and its statistics. The state is what the executor's `snapshot` gives, perhaps only a
+        ask: (state, u, ridge) -> x and its statistics. The state is what the executor's `state` gives, perhaps only a
             token of the true one.
     """
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
-from nhgd._registry import summary
 from nhgd._validation import validated
 from nhgd.errors import InputError, NhgdError
 from nhgd.execution.group import Group
-from nhgd.inverse.base import AbstractInverse
+from nhgd.inverse.base import AbstractInverse, Learned
 from nhgd.record import InnerRecord
 from nhgd.variable import Variable
 
@@ -66,12 +65,20 @@ class Curvature(NamedTuple):
 class AbstractExecutor(ABC):
     """Takes the records of the inner steps and keeps the state of an inverse.
 
-    Every backend must give, once drained, the state that `Inline` gives.
+    Every backend must give, once it has every record, the state that `Inline` gives. To write one, extend `start` and implement
+    `begin`, `submit`, `state` and `restore`; what it holds that must be let go of goes into `close`. A backend whose work goes on
+    beside the inner loop may have more to say: see `SupportsOverlap`.
 
     Args:
         max_lag: how many records may be outstanding before `submit` waits; 0: it waits for each. None: the backend's own.
         stale: whether an outer step takes the state as it stands when the inner loop ends, records outstanding; by
             default it waits for them, so that the result is that of the inline run.
+
+    Attributes:
+        inverse: what was started last.
+        learner: the part of it that learns, whose state this is; None where nothing does, and then nothing is submitted.
+        traffic: what was done so far, for the backend to count.
+        group: the processes that take part.
     """
 
     name: ClassVar[str]
@@ -79,6 +86,8 @@ class AbstractExecutor(ABC):
     gathers: ClassVar[bool] = False  # whether it also brings workers together, who share the inner loop of any method
     usual_lag: ClassVar[int] = 8
     user: object = None  # stands for the solver that it works for, the last that took it
+    inverse: AbstractInverse
+    learner: Learned[Any] | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -97,67 +106,38 @@ class AbstractExecutor(ABC):
         self.max_lag = self.usual_lag if max_lag is None else max_lag
         self.stale = stale
         self.traffic = Traffic()
-        self.group = Group()  # the processes that take part
+        self.group = Group()
 
-    def root_cause(self, error: NhgdError) -> NhgdError:
-        """The error, or the one behind it: of another process, or of curvature that is looked at late."""
-        return self.group.root_cause(error)
-
-    @abstractmethod
     def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
-        """Make the first state. Records may share memory with theta and v, which will move."""
+        """Keep the state of this inverse from now on; a backend makes the first one here.
+
+        Records may share memory with theta and v, which will move.
+        """
+        self.inverse, self.learner = inverse, inverse.learner
 
     @abstractmethod
     def begin(self) -> None:
-        """A new outer step begins."""
+        """A new outer step begins: after the records before, `learner.begin` is due."""
 
     @abstractmethod
     def submit(self, record: InnerRecord) -> None:
         """Hand over the record of an inner step; waits only while more than `max_lag` are outstanding."""
 
     @abstractmethod
-    def snapshot(self) -> tuple[Any, int]:
-        """The state now, and how many submitted records it does not contain yet."""
+    def state(self, wait: bool = False) -> tuple[Any, int]:
+        """The state, and how many submitted records it does not contain yet: none, where all are waited for."""
 
     @abstractmethod
     def restore(self, state: Any) -> None:
         """Go on from a state that `keep` gave, here or in another backend, after `start`; the executor owns it now."""
 
     def keep(self) -> Any:
-        """The state itself, every submitted record in it, for a checkpoint. Where `snapshot` gives a token, it is fetched."""
-        self.drain()
-        return self.snapshot()[0]
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Wait until the state contains every submitted record."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of threads, streams and peers."""
-
-    @property
-    @abstractmethod
-    def solving(self) -> AbstractInverse:
-        """The inverse that solves with what `snapshot` gives: the one that was started, or its stand-in here."""
-
-    def scope(self) -> AbstractContextManager[None]:
-        """The setting of an outer step in the inner loop's thread."""
-        return nullcontext()
+        """The state itself, every submitted record in it, for a checkpoint. Where `state` gives a token, it is fetched."""
+        return self.state(wait=True)[0]
 
     def curvature(self) -> Curvature:
         """What an outer step solves with: everything submitted, unless `stale` ones are wanted."""
-        if not self.stale:
-            self.drain()
-        state, lag = self.snapshot()
-        return Curvature(self.solving, state, lag)
-
-    def inner_loop_ended(self) -> bool:
-        """The inner loop has ended, and what it handed over will soon be asked for; whether that will be waited for."""
-        return False
-
-    def raise_deferred(self) -> None:  # noqa: B027
-        """Before v moves: raise what the curvature that was solved with had to be refused for, where that is known only now."""
+        return Curvature(self.inverse, *self.state(wait=not self.stale))
 
     def measured(self) -> Traffic:
         """What was done so far, as a copy that stays as it is; the next reading begins a new largest lag."""
@@ -165,7 +145,31 @@ class AbstractExecutor(ABC):
         self.traffic.largest_lag = 0
         return found
 
-    @classmethod
-    def summary(cls) -> str:
-        """The first line of the docstring."""
-        return summary(cls)
+    def root_cause(self, error: NhgdError) -> NhgdError:
+        """The error, or the one behind it: of another process, or of curvature that is looked at late."""
+        return self.group.root_cause(error)
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of threads, streams and peers."""
+
+
+@runtime_checkable
+class SupportsOverlap(Protocol):
+    """An executor whose work on records goes on while an outer step does."""
+
+    def scope(self) -> AbstractContextManager[None]:
+        """The setting of an outer step in the inner loop's thread."""
+        ...
+
+    def inner_loop_ended(self) -> bool:
+        """The inner loop has ended, and what it handed over will soon be asked for; whether that will be waited for."""
+        ...
+
+    def raise_deferred(self) -> None:
+        """Before v moves: raise what the curvature that was solved with had to be refused for, where that is known only now."""
+        ...
+
+
+def scope_of(executor: AbstractExecutor) -> AbstractContextManager[None]:
+    """The setting of an outer step in the inner loop's thread."""
+    return executor.scope() if isinstance(executor, SupportsOverlap) else nullcontext()

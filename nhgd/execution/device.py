@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from threading import Lock
 from typing import Any, ClassVar, final
 
 import torch
@@ -14,7 +15,8 @@ from nhgd.errors import InputError
 from nhgd.execution._background import AbstractBackground
 from nhgd.execution._remote import asking
 from nhgd.execution._stopwatch import Stopwatch
-from nhgd.inverse.base import AbstractInverse, Learned, SolveStats
+from nhgd.execution.base import Curvature
+from nhgd.inverse.base import Learned, SolveStats
 from nhgd.record import InnerRecord
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
@@ -43,6 +45,7 @@ class Device(AbstractBackground):
         self, device: str | torch.device | None = None, max_lag: int | None = None, stale: bool = False
     ) -> None:
         super().__init__(max_lag, stale)
+        self._counting = Lock()
         try:
             self.device = None if device is None else torch.device(device)
         except (RuntimeError, ValueError, OverflowError):
@@ -71,13 +74,13 @@ class Device(AbstractBackground):
             self.device = torch.device("cuda", torch.cuda.current_device())
         if self._between == (self._home, self.device):
             return  # the thread has entered these streams for good
-        if self._between is not None and self._thread is not None:
+        if self._between is not None and self.queue.is_open:
             raise InputError(
                 f"This device executor went from {self._between[0]} to {self._between[1]} before, and theta is on {self._home} now."
                 " Make a new one."
             )
         self._between = self._home, self.device
-        self._busy = Stopwatch(self.device)
+        self.busy = Stopwatch(self.device)
         # One stream on each GPU: copies leave on the home's, work is done on the other's.
         self._leaving = torch.cuda.Stream(self._home) if self._home.type == "cuda" else None
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
@@ -143,19 +146,19 @@ class Device(AbstractBackground):
                 stack.enter_context(torch.cuda.stream(self._side))
             yield
 
-    @property
-    def solving(self) -> AbstractInverse:
-        """A stand-in that solves where the state is."""
-        return asking(self._inverse, self._ask)
+    def curvature(self) -> Curvature:
+        """What an outer step solves with: a stand-in for the inverse, which solves where the state is."""
+        found = super().curvature()
+        return found._replace(inverse=asking(found.inverse, self._ask))
 
     def _ask(self, state: Any, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         assert self.device is not None
-        assert self._learner is not None
+        assert self.learner is not None
         self._count(u, ridge.tensor(u.dtype), u)  # x is as large as u
         if self._side is not None and u.device.type == "cuda":
             self._side.wait_stream(torch.cuda.current_stream(u.device))
         with self._there():
-            x, stats = self._learner.solve(state, u.to(self.device), ridge.to(self.device))
+            x, stats = self.learner.solve(state, u.to(self.device), ridge.to(self.device))
             x = x.to(u.device)
         if self._side is not None and u.device.type == "cuda":
             torch.cuda.current_stream(u.device).wait_stream(self._side)
@@ -163,7 +166,7 @@ class Device(AbstractBackground):
         return x, stats
 
     def _count(self, *moved: Tensor) -> None:
-        with self._changed:  # both threads count
+        with self._counting:  # both threads do
             self.traffic.bytes_sent += sum(tensor.numel() * tensor.element_size() for tensor in moved)
 
     def restore(self, state: Any) -> None:

@@ -33,49 +33,37 @@ class Inline(AbstractExecutor):
 
     def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
         """Make the first state."""
-        self._inverse = inverse
-        self._learner = inverse.learner
-        self._state: Any = None if self._learner is None else self._learner.init(theta)
+        super().start(inverse, theta, v)
+        self._state: Any = None if self.learner is None else self.learner.init(theta)
         self._busy = Stopwatch(theta.device)
 
     def begin(self) -> None:
         """Tell the inverse that a new outer step begins."""
-        if self._learner is not None:
-            self._state = self._learner.begin(self._state)
+        if self.learner is not None:
+            self._state = self.learner.begin(self._state)
 
     def submit(self, record: InnerRecord) -> None:
         """Fold the record in at once."""
-        assert self._learner is not None
+        assert self.learner is not None
         with self._busy.running():
-            taken = record if self._learner.reduces else gathered(record)
-            self._state = self._learner.observe(self._state, taken)
+            taken = record if self.learner.reduces else gathered(record)
+            self._state = self.learner.observe(self._state, taken)
         self.traffic.records += 1
 
-    def snapshot(self) -> tuple[Any, int]:
+    def state(self, wait: bool = False) -> tuple[Any, int]:
         """The state; it never lags."""
         return self._state, 0
 
     def curvature(self) -> Curvature:
         """The state as it stands; what a solve would make of it first is divided, where it can be."""
         state, pool = self._state, self.group.pool
-        if pool is not None and isinstance(self._learner, SupportsDivision):
-            state = self._learner.divided(state, pool)
-        return Curvature(self._inverse, state, 0)
+        if pool is not None and isinstance(self.learner, SupportsDivision):
+            state = self.learner.divided(state, pool)
+        return Curvature(self.inverse, state, 0)
 
     def restore(self, state: Any) -> None:
         """Go on from the state that is given."""
         self._state = state
-
-    def drain(self) -> None:
-        """Nothing is ever outstanding."""
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-    @property
-    def solving(self) -> AbstractInverse:
-        """The inverse itself."""
-        return self._inverse
 
     def measured(self) -> Traffic:
         """What was done so far; the inner loop waited for all of it."""

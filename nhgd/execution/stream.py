@@ -11,8 +11,9 @@ from torch import Tensor
 
 from nhgd._tree import tensors
 from nhgd.errors import InputError
-from nhgd.execution._background import AbstractBackground, Launched
+from nhgd.execution._background import AbstractBackground
 from nhgd.execution._cuda_graph import GraphCache
+from nhgd.execution._queue import Launched
 from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.base import Traffic
 from nhgd.inverse._learned.graph import SupportsGraph
@@ -68,12 +69,12 @@ class Stream(AbstractBackground):
             self._replayed = None
             self._inner = torch.cuda.Stream(theta.device, priority=-1)
             self._waiting = Stopwatch(theta.device)
-            self._busy = Stopwatch(theta.device)
-        if self._replayed is None or self._replayed[0] is not self._inverse or self._replayed[1] != theta.sizes:
-            self._replay, self._replayed, self._log = GraphCache(), (self._inverse, theta.sizes), None
+            self.busy = Stopwatch(theta.device)
+        if self._replayed is None or self._replayed[0] is not self.inverse or self._replayed[1] != theta.sizes:
+            self._replay, self._replayed, self._log = GraphCache(), (self.inverse, theta.sizes), None
         elif self._log is not None:
             self._place.zero_()
-        self._repeating = self._learner if isinstance(self._learner, SupportsGraph) else None
+        self._repeating = self.learner if isinstance(self.learner, SupportsGraph) else None
         self._side.wait_stream(torch.cuda.current_stream(theta.device))  # the first state is made on the inner stream
         self._marker = torch.cuda.Event()
         self._several = torch.cuda.device_count() > 1
@@ -162,52 +163,46 @@ class Stream(AbstractBackground):
     def begin(self) -> None:
         """Tell the inverse that a new outer step begins, at once where nothing is queued before."""
         self._catch_up()
-        if self._thread is None or self._unfinished:
+        if not self.queue.is_open or self.queue.unfinished:
             super().begin()
             return
-        self._raise()
+        self.queue.raise_error()
         self._beginning = True
 
     def submit(self, record: InnerRecord) -> None:
         """Gather the record, to be launched from here, or queue it for the thread."""
         if not self._direct(record):
             self._catch_up()
-            if self._replay.due and not self._unfinished and self._thread is not None:
+            if self._replay.due and not self.queue.unfinished and self.queue.is_open:
                 self._prepare_graph(record)
             super().submit(record)
             return
-        if self._error is not None:
-            raise self._error
+        self.queue.raise_error()
         gathered = self._gathered
         given = tensors(record)
         gathered.append((record, given, [(t, t._version) for t in given]))
         if len(gathered) >= self._together:
             self._launch()
-        lag = self._outstanding() if self._under_way else len(gathered)
-        traffic = self.traffic
-        traffic.records += 1
-        if lag > traffic.largest_lag:
-            traffic.largest_lag = min(lag, self.max_lag)
-        if lag > self.max_lag:
-            self._wait(lambda: self._outstanding() <= self.max_lag)
+        self.traffic.records += 1
+        self.hold_back(self.outstanding() if self._under_way else len(self._gathered))
 
     def _prepare_graph(self, record: InnerRecord) -> None:
-        graphable = None if self._repeating is None else self._repeating.graphable(self._state, record)
+        graphable = None if self._repeating is None else self._repeating.graphable(self.queue.state, record)
         if graphable is not None:
             with self._on_side():
                 self._replay.prepare(graphable, record, _only)
 
     def _direct(self, record: InnerRecord) -> bool:
         """Whether all of a record's work can be launched from here, before the results of the one before are known."""
-        if self._unfinished or self._thread is None:
+        if self.queue.unfinished or not self.queue.is_open:
             return False
         kind = type(record)
         found = self._ahead_of.get(kind)
         if found is None:
-            graphable = None if self._repeating is None else self._repeating.graphable(self._state, record)
+            graphable = None if self._repeating is None else self._repeating.graphable(self.queue.state, record)
             found = self._ahead_of[kind] = graphable is not None and graphable.speculative is not None
         # The gradient of a batch is in memory of its own, and all this is time of the inner loop.
-        return found and (kind is BatchGradient or not any(map(self._moves, tensors(record))))
+        return found and (kind is BatchGradient or not any(map(self.moves, tensors(record))))
 
     def _launch(self) -> None:
         """Launch the work on what was gathered, after that of a new outer step if one has begun."""
@@ -215,26 +210,27 @@ class Stream(AbstractBackground):
             return
         side, inner = self._side, self._current()
         assert side is not None
-        while len(self._launched) > min(self.max_lag, PLACES - 2):
-            self._settle()  # done long ago: no more than `max_lag` records are not
+        while len(self.queue.launched) > min(self.max_lag, PLACES - 2):
+            self.queue.settle()  # done long ago: no more than `max_lag` records are not
         gathered, self._gathered = self._gathered, []
         began = self._on(side, inner)
         try:
             if self._beginning:
                 self._beginning = False
                 with torch.no_grad():
-                    assert self._learner is not None
-                    self._state = self._learner.begin(self._state)
+                    assert self.learner is not None
+                    self.queue.state = self.learner.begin(self.queue.state)
             if gathered:
                 self._launch_records(gathered, side)
         finally:
             self._switch(inner, began)
 
     def _launch_records(self, gathered: list[Gathered], side: torch.cuda.Stream) -> None:
-        learner = self._repeating
+        learner, busy = self._repeating, self.busy
         assert learner is not None
+        assert busy is not None
         records, given, versions, graphables = [], [], [], []
-        state = self._state if self._ahead is None else self._ahead
+        state = self.queue.state if self._ahead is None else self._ahead
         for record, some, pairs in gathered:
             records.append(record)
             given.append(some)
@@ -243,9 +239,9 @@ class Stream(AbstractBackground):
             assert graphable is not None
             graphables.append(graphable)
             state = graphable.speculative
-        began = self._busy.begin(side)
+        began = busy.begin(side)
         self._replay(graphables, records, self._noted, given)
-        done = self._busy.end(began, side)
+        done = busy.end(began, side)
         place, self._next = self._next, (self._next + 1) % len(self._shown)
 
         def late(state: Any) -> Any:
@@ -254,7 +250,7 @@ class Stream(AbstractBackground):
                 state = graphable.finalise(state, row)
             return state
 
-        self._launched.append(Launched(done, versions, len(records), late))
+        self.queue.launched.append(Launched(done, versions, len(records), late))
         self._under_way = True
         self._ahead = state
 
@@ -270,17 +266,19 @@ class Stream(AbstractBackground):
         self._place.add_(1).remainder_(len(self._log))
         self._shown.copy_(self._log, non_blocking=True)  # what is written twice while it is read is the same
 
-    def _outstanding(self) -> int:
-        if not self._unfinished and self._launched and self._launched[-1].done.query():
+    def outstanding(self) -> int:
+        """How many records are not in the state yet, also those that are not launched."""
+        queue = self.queue
+        if not queue.unfinished and queue.launched and queue.launched[-1].done.query():
             self._under_way = False
             return len(self._gathered)
-        return len(self._gathered) + super()._outstanding()
+        return len(self._gathered) + super().outstanding()
 
     def _catch_up(self) -> None:
         """Look at what was launched from here and not yet looked at, before the thread goes on with the state."""
         self._launch()
         if self._ahead is not None:
-            self._wait(lambda: not self._launched)
+            self.queue.wait(lambda: not self.queue.launched)
             self._ahead = None
 
     def inner_loop_ended(self) -> bool:
@@ -297,21 +295,21 @@ class Stream(AbstractBackground):
     def raise_deferred(self) -> None:
         """Look at what the device has found by now; nothing is waited for."""
         super().raise_deferred()
-        if not self._launched and not self._gathered:
+        if not self.queue.launched and not self._gathered:
             self._ahead = None
 
     def _copied(self) -> tuple[Any, Callable[[], None]]:
-        state = self._state.clone()
+        state = self.queue.state.clone()
         event = torch.cuda.Event()
         event.record(self._side)
         return state, lambda: self._join(event)
 
-    def snapshot(self) -> tuple[Any, int]:
+    def state(self, wait: bool = False) -> tuple[Any, int]:
         """The state, which the inner stream reads after the side stream's work on it."""
         self._launch()
-        state, lag = super().snapshot()
+        state, lag = super().state(wait)
         if self._side is not None and state is not None:
-            if state is self._state:
+            if state is self.queue.state:
                 self._marker.record(self._side)
                 self._join(self._marker)
                 state = state if self._ahead is None else self._ahead
@@ -335,7 +333,7 @@ class Stream(AbstractBackground):
     def _take_over(self) -> None:
         """The side stream works on a state that was made elsewhere: its memory is kept until that is done."""
         assert self._side is not None
-        for tensor in () if self._state is None else self._state.tensors().values():
+        for tensor in () if self.queue.state is None else self.queue.state.tensors().values():
             if tensor.is_cuda:
                 tensor.record_stream(self._side)
 

@@ -34,7 +34,7 @@ class Thread(AbstractBackground):
     def _prepare(self, theta: Variable) -> None:
         if self._device != theta.device:
             self._device = theta.device
-            self._busy = Stopwatch(theta.device)
+            self.busy = Stopwatch(theta.device)
 
     def _mark(self) -> Callable[[], None]:
         if self._device is None or self._device.type != "cuda":

@@ -48,7 +48,7 @@ class LevenbergMarquardt:
             objective = loop.objective(loop.inner_batch(), loop.seed())
         found = loop.gradient(objective, record)
         gradient = theta.flatten(found.gradient)
-        state, _ = loop.executor.snapshot()
+        state, _ = loop.executor.state()
         if self.damping == 0.0:
             # A first guess in the units of the curvature: a tenth of what it is along the gradient.
             at = loop.replay(objective)

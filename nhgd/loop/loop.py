@@ -21,7 +21,7 @@ from nhgd.data.batch import Batch, move
 from nhgd.data.loader import Data, Stream
 from nhgd.data_parallel import Division
 from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError
-from nhgd.execution.base import AbstractExecutor
+from nhgd.execution.base import AbstractExecutor, SupportsOverlap
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import Complaints, implicit
 from nhgd.inverse.base import AbstractInverse
@@ -136,7 +136,7 @@ class Loop:
         All that can be done without the curvature is done before it is waited for. Arguments as of the implicit formula.
         """
         executor = self.executor
-        waiting = executor.inner_loop_ended()
+        waiting = isinstance(executor, SupportsOverlap) and executor.inner_loop_ended()
         at = self.oracle(batches, self.outer.next())
         try:
             outer = at.outer()
@@ -272,7 +272,8 @@ class Loop:
             numbers.append(low.to(numbers[0]))
         read: list[float] = torch.stack(numbers).tolist()  # in one transfer
         norm = read[0]
-        self.executor.raise_deferred()  # nothing is under way any more, because a number has come from the device
+        if isinstance(self.executor, SupportsOverlap):
+            self.executor.raise_deferred()  # nothing is under way any more, because a number has come from the device
         if norm != norm or norm == float("inf"):
             raise NonFiniteError("the hypergradient")
         check_weight(min(read[1:], default=None))

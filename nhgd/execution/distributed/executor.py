@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, final
 
@@ -70,12 +71,13 @@ class Distributed(AbstractExecutor):
     def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
         """Meet the others, if that was not done yet, and make the first state."""
         self.group.join(theta)
-        self._inverse, self._theta = inverse, theta
+        super().start(inverse, theta, v)
+        self._theta = theta
         if self.roles.curvature == 0:
             self._local = Inline(team=self.group.team)
             self._local.start(inverse, theta, v)
             return
-        learner = inverse.learner
+        learner = self.learner
         if learner is None:
             raise InputError(
                 f"{inverse.name} learns nothing from the inner steps, so a curvature rank would have nothing to do. Use"
@@ -84,7 +86,6 @@ class Distributed(AbstractExecutor):
         group, messenger = self.group, self.group.messenger
         if messenger is None:
             raise RunError("The distributed executor is closed. Make a new one for another run.")
-        self._learner = learner
         self._division = Division(learner, theta, self.roles.curvature)
         if group.serves:
             group.server = group.server or Server(messenger, learner, theta, self.max_lag)
@@ -112,38 +113,36 @@ class Distributed(AbstractExecutor):
         else:
             self._client.submit([self._division.share(record, part) for part in range(self._division.parts)])
 
-    def drain(self) -> None:
-        """Wait until every record sent is in the state."""
-        if self._local is None:
-            self._client.ask(Word.DRAIN)
-
-    def snapshot(self) -> tuple[Any, int]:
+    def state(self, wait: bool = False) -> tuple[Any, int]:
         """A token of the state as it stands now, which is kept for the solves that follow, and how much it lacks."""
         if self._local is not None:
-            return self._local.snapshot()
+            return self._local.state(wait)
+        if wait:
+            self._client.ask(Word.DRAIN)
         found = self._client.ask(Word.MARK, overtake=True)
         return True, self.traffic.records - min(message.text["records"] for message in found)
 
+    def scope(self) -> AbstractContextManager[None]:
+        """Nothing is special about it."""
+        return nullcontext()
+
     def inner_loop_ended(self) -> bool:
         """Whether other processes keep the curvature."""
-        return self._local is None or self._local.inner_loop_ended()
+        return self._local is None
+
+    def raise_deferred(self) -> None:
+        """What was refused came with the answers."""
 
     def curvature(self) -> Curvature:
         """What an outer step solves with. Without `stale` the solve itself waits for the records: one answer, not two."""
         if self._local is not None:
             return self._local.curvature()
-        if self.stale:
-            return super().curvature()
-        return Curvature(self.solving, False, 0)
-
-    @property
-    def solving(self) -> AbstractInverse:
-        """A stand-in for the inverse that asks the curvature ranks."""
-        return self._inverse if self._local is not None else asking(self._inverse, self._ask)
+        marked, lag = self.state() if self.stale else (False, 0)
+        return Curvature(asking(self.inverse, self._ask), marked, lag)
 
     def _ask(self, marked: Any, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         text: dict[str, Any] = {"marked": marked, "damping": None}
-        learner = self._learner
+        learner = self.learner
         divided = self._division.parts > 1 and isinstance(learner, AbstractKronecker) and learner.damping is None
         if divided and not ridge.positive:
             # The default damping is a share of the mean diagonal of the whole model, of which each rank knows a part.
@@ -162,7 +161,8 @@ class Distributed(AbstractExecutor):
         """The state itself, put together from the parts of all curvature ranks; elsewhere than in rank 0 its kind alone."""
         if self._local is not None:
             return self._local.keep()
-        fresh = self._learner.init(self._theta)
+        assert self.learner is not None
+        fresh = self.learner.init(self._theta)
         if not self.group.leads:
             return fresh
         found = [
@@ -179,7 +179,7 @@ class Distributed(AbstractExecutor):
         if self.group.serves:
             return
         if not isinstance(state, State):
-            raise InputError(f"{self._inverse.name} has a state that cannot be sent. Let its class derive from State.")
+            raise InputError(f"{self.inverse.name} has a state that cannot be sent. Let its class derive from State.")
         self._client.tell(Word.RESTORE, lambda part: to_message(self._division.own(state, part)))
 
     def measured(self) -> Traffic:
