@@ -26,12 +26,12 @@ from nhgd._recording.recorder import Recorder
 from nhgd._validation import check_seed, validated_but
 from nhgd.data.batch import Batch, first_bad, move
 from nhgd.data.loader import one_batch
-from nhgd.errors import InputError, NonFiniteError
+from nhgd.errors import InputError
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import implicit, measured
 from nhgd.inverse import AbstractInverse
 from nhgd.inverse import resolve as resolve_inverse
-from nhgd.losses import Losses, check_weight
+from nhgd.losses import Losses
 from nhgd.objective import NO_TAP, Objective, OracleCalls
 from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
@@ -223,12 +223,7 @@ class Observer:
             found = measured(at, self.inverse, implicit(at, self.inverse, self.state))
         self._begun = False  # what comes next is the inner loop of another outer step
         self._passes.clear()
-        check_weight(problem.lowest_weight())
-        if not all(bool(torch.isfinite(leaf).all()) for leaf in found.leaves):
-            raise NonFiniteError(
-                f"The hypergradient by {self.inverse.name} holds nan or inf. Train the inner problem further, add l2, or use"
-                " another inverse, such as cg; nhgd.check compares them."
-            )
+        found.check(problem, self.inverse.name)
         if not self._own_loss:
             return found
         return replace(found, stats=replace(found.stats, notes=found.stats.notes | {"assumed": ASSUMED}))
@@ -247,14 +242,7 @@ class Observer:
 
     def _loss(self, value: Tensor, gradient: Sequence[Tensor], record: InnerRecord | None) -> Tensor:
         """A loss whose gradient is known, and that is observed once it was asked for it."""
-        own = self.problem.theta.own()
-        for name, tensor in zip(self.problem.theta.names, own, strict=True):
-            if not tensor.requires_grad:
-                where = "theta" if name == "theta" else f"theta[{name!r}]"
-                raise InputError(
-                    f"{where} does not require a gradient, so that backward() would not reach it. Call"
-                    f" {where}.requires_grad_() first."
-                )
+        own = self.problem.theta.attached()
         made: Tensor = _Loss.apply(self, value, tuple(gradient), record, *own)  # type: ignore[no-untyped-call]  # torch's own
         return made
 

@@ -16,12 +16,11 @@ from nhgd._autocast import set_aside
 from nhgd._validation import check_seed, validated_but
 from nhgd.data.batch import Batch, first_bad
 from nhgd.data.loader import inner_batches
-from nhgd.errors import InputError, NonFiniteError
+from nhgd.errors import InputError
 from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse import AbstractInverse
 from nhgd.inverse import resolve as resolve_inverse
 from nhgd.inverse._learned.learning import learn
-from nhgd.losses import check_weight
 from nhgd.oracle import Oracle, OuterGradient
 from nhgd.problem import Bilevel
 from nhgd.variable import Like, Variable
@@ -68,7 +67,7 @@ def solved(
     if bad:
         raise InputError(f"The inner batch holds nan or inf: {bad}. Remove or impute such samples first.")
     solution = _Solution(problem, batches, resolve_inverse(inverse), seed)
-    tensors: Sequence[Tensor] = _Theta.apply(solution, *_own_tensors(problem.v))  # type: ignore[no-untyped-call]  # torch's own
+    tensors: Sequence[Tensor] = _Theta.apply(solution, *problem.v.attached())  # type: ignore[no-untyped-call]  # torch's own
     return problem.theta.like(tensors) if isinstance(problem.theta.given, Tensor) else _named(problem.theta, tensors)
 
 
@@ -95,12 +94,7 @@ class _Solution:
             u = problem.theta.flatten(in_theta)
             nothing = [torch.zeros_like(leaf) for leaf in problem.v.leaves]
             found = implicit(at, self.inverse, state, outer=OuterGradient(u.new_zeros(()), u, nothing))
-        check_weight(problem.lowest_weight())
-        if not all(bool(torch.isfinite(leaf).all()) for leaf in found.leaves):
-            raise NonFiniteError(
-                f"The hypergradient by {self.inverse.name} holds nan or inf. Train the inner problem further, add l2, or use"
-                " another inverse, such as cg; nhgd.check compares them."
-            )
+        found.check(problem, self.inverse.name)
         return found.leaves
 
     def _check_place(self) -> None:
@@ -134,19 +128,6 @@ class _Theta(torch.autograd.Function):
                 " loss. Call backward() or autograd.grad() without create_graph=True."
             )
         return (None, *ctx.solution.pull_back(in_theta))
-
-
-def _own_tensors(v: Variable) -> list[Tensor]:
-    """The user's own tensors of v, whose .grad is asked for."""
-    own = v.own()
-    for name, tensor in zip(v.names, own, strict=True):
-        if not tensor.requires_grad:
-            where = v.role if name == v.role else f"{v.role}[{name!r}]"
-            raise InputError(
-                f"{where} does not require a gradient, so that backward() would not reach it. Call"
-                f" {where}.requires_grad_() first."
-            )
-    return own
 
 
 def _named(theta: Variable, tensors: Sequence[Tensor]) -> dict[str, Tensor]:

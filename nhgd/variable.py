@@ -244,6 +244,18 @@ class Variable:
             return [self.given]
         return [self.given[name] for name in self.names] if isinstance(self.given, dict) else list(self.leaves)
 
+    def attached(self) -> list[Tensor]:
+        """The user's own tensors, whose .grad is asked for; one that requires no gradient is refused."""
+        own = self.own()
+        for name, tensor in zip(self.names, own, strict=True):
+            if not tensor.requires_grad:
+                where = self.role if name == self.role else f"{self.role}[{name!r}]"
+                raise InputError(
+                    f"{where} does not require a gradient, so that backward() would not reach it. Call"
+                    f" {where}.requires_grad_() first."
+                )
+        return own
+
     def slices(self) -> dict[str, slice]:
         """Where each leaf lies in the flat vector."""
         places, start = {}, 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-
 from nhgd import _threads as threads
 from nhgd._autocast import set_aside
 from nhgd._cost import largest
@@ -13,13 +11,12 @@ from nhgd._registry import Registry
 from nhgd._validation import check_seed, validated_but
 from nhgd.data.batch import Batch, common_length, move
 from nhgd.data.loader import inner_batches, one_batch
-from nhgd.errors import InputError, NonFiniteError
+from nhgd.errors import InputError
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
 from nhgd.hypergradients.implicit import Implicit, implicit
 from nhgd.hypergradients.unrolled import Unrolled
 from nhgd.inverse import AbstractInverse
 from nhgd.inverse import resolve as resolve_inverse
-from nhgd.losses import check_weight
 from nhgd.problem import Bilevel
 
 ESTIMATORS = Registry("estimator", AbstractHypergradient, list(vars().values()))
@@ -78,13 +75,7 @@ def hypergradient(
             problem.validate(batches[0], outer_batch)
         with threads.limited(threads.suited(max(measured.flops, work), device)):
             made = chosen.estimate(problem, batches, outer_batch, found, seed)
-    check_weight(problem.lowest_weight())
-    if not all(bool(torch.isfinite(leaf).all()) for leaf in made.leaves):
-        by = found.name if chosen.inverts else chosen.name
-        raise NonFiniteError(
-            f"The hypergradient by {by} holds nan or inf. Train the inner problem further, add l2, or use another inverse, such"
-            " as cg; nhgd.check compares them."
-        )
+    made.check(problem, found.name if chosen.inverts else chosen.name)
     return made
 
 

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from nhgd._registry import summary
 from nhgd._validation import Validated
 from nhgd.data.batch import Batch
+from nhgd.errors import NonFiniteError
 from nhgd.inverse.base import AbstractInverse, SolveStats
+from nhgd.losses import check_weight
 from nhgd.objective import OracleCalls
 from nhgd.problem import Bilevel
 from nhgd.variable import Like
@@ -35,6 +38,15 @@ class Hypergradient:
     stats: SolveStats
     leaves: list[Tensor] = field(repr=False, default_factory=list)
     adjoint: Tensor | None = field(repr=False, default=None)
+
+    def check(self, problem: Bilevel, by: str) -> None:
+        """Refuse numbers that are not finite, and weights below 0, which may be why; `by` is what made the estimate."""
+        check_weight(problem.lowest_weight())
+        if not all(bool(torch.isfinite(leaf).all()) for leaf in self.leaves):
+            raise NonFiniteError(
+                f"The hypergradient by {by} holds nan or inf. Train the inner problem further, add l2, or use another inverse,"
+                " such as cg; nhgd.check compares them."
+            )
 
 
 @dataclass(frozen=True)
