@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nhgd.errors import InputError
@@ -85,3 +86,24 @@ def to_disk(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+@contextmanager
+def draft_folder(place: Path) -> Iterator[Path]:
+    """A folder to make files in, before they are given their own names; it is taken away at the end, whatever happens."""
+    try:
+        shutil.rmtree(place, ignore_errors=True)
+        os.mkdir(place)
+        yield place
+    finally:
+        remove(place)
+
+
+def remove(place: Path) -> None:
+    """Take away a folder, or what has taken its place; an interruption waits until that is done."""
+    try:
+        shutil.rmtree(place, ignore_errors=True)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)  # what failed once may not fail again
+        with suppress(OSError):
+            place.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from nhgd.checkpoint import rows, schema
-from nhgd.checkpoint.disk import LARGEST, Damaged, hash_file, read_all, to_disk, write_file
+from nhgd.checkpoint.disk import LARGEST, Damaged, draft_folder, hash_file, read_all, remove, to_disk, write_file
 from nhgd.checkpoint.rows import Written
 from nhgd.errors import InputError, RunError
 
@@ -120,38 +120,39 @@ def write(
         before: what this run wrote before, the newest last. The last one stays.
     """
     library = safetensors()
-    draft = path / f"{_DRAFT}{os.getpid()}"
     old = [(called(path, kept.number), kept.written, kept is not before[-1]) for kept in before]
     try:
-        shutil.rmtree(draft, ignore_errors=True)
-        os.mkdir(draft)
-        # Each in memory of its own: the library refuses tensors that share some, and permuted ones.
-        copies = {name: t.to("cpu", copy=True, memory_format=torch.contiguous_format) for name, t in tensors.items()}
-        library.save_file(copies, draft / TENSORS)
-        to_disk(draft / TENSORS)
-        written = rows.write(draft, history, pack, old)
-        text = json.dumps(contents | {"history": written.told()}, allow_nan=False)
-        head = {
-            "format": FORMAT,
-            "version": VERSION,
-            "tensors_sha256": hash_file(draft / TENSORS),
-            "contents_sha256": hashlib.sha256(text.encode()).hexdigest(),
-        }
-        data = f'{json.dumps(head)[:-1]}, "contents": {text}}}\n'.encode()
-        if len(data) > LARGEST:
-            raise RunError(
-                f"The checkpoint in {path} could not be written: what it holds beside tensors takes {len(data):,} bytes, and"
-                f" {LARGEST:,} is the most. Keep large states as tensors."
-            )
-        write_file(draft / REST, data)
-        to_disk(draft)
-        os.rename(draft, called(path, number))
-        to_disk(path)
+        with draft_folder(path / f"{_DRAFT}{os.getpid()}") as draft:
+            # Each in memory of its own: the library refuses tensors that share some, and permuted ones.
+            copies = {n: t.to("cpu", copy=True, memory_format=torch.contiguous_format) for n, t in tensors.items()}
+            library.save_file(copies, draft / TENSORS)
+            to_disk(draft / TENSORS)
+            written = rows.write(draft, history, pack, old)
+            data = _document(contents | {"history": written.told()}, hash_file(draft / TENSORS))
+            if len(data) > LARGEST:
+                raise RunError(
+                    f"The checkpoint in {path} could not be written: what it holds beside tensors takes {len(data):,} bytes,"
+                    f" and {LARGEST:,} is the most. Keep large states as tensors."
+                )
+            write_file(draft / REST, data)
+            to_disk(draft)
+            os.rename(draft, called(path, number))
+            to_disk(path)
     except _failures() as error:
         raise RunError(f"The checkpoint in {path} could not be written: {_why(error)}.") from error
-    finally:
-        _remove(draft)
     return Kept(number, written)
+
+
+def _document(contents: dict[str, Any], tensors_sha256: str) -> bytes:
+    """What is not a tensor as JSON, with the hashes of the tensors and of itself in front."""
+    text = json.dumps(contents, allow_nan=False)
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        "tensors_sha256": tensors_sha256,
+        "contents_sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }
+    return f'{json.dumps(head)[:-1]}, "contents": {text}}}\n'.encode()
 
 
 def tidy(path: Path, keep: set[int], drafts: bool) -> None:
@@ -163,7 +164,7 @@ def tidy(path: Path, keep: set[int], drafts: bool) -> None:
                 try:
                     os.rename(place, gone)
                 finally:
-                    _remove(gone)
+                    remove(gone)
     if drafts:
         remove_drafts(path)
 
@@ -174,18 +175,6 @@ def remove_drafts(path: Path) -> None:
         for name in os.listdir(path):
             if name.startswith(_DRAFT):
                 shutil.rmtree(path / name, ignore_errors=True)
-
-
-def _remove(place: Path) -> None:
-    """Take away a folder, or what has taken its place; an interruption waits until that is done."""
-    try:
-        shutil.rmtree(place, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
-        raise
-    finally:
-        with contextlib.suppress(OSError):
-            place.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

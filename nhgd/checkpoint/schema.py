@@ -65,11 +65,6 @@ def seconds(value: Any, where: str) -> None:
     _be(type(value) in (int, float) and 0 <= value < math.inf, where, "a time in seconds")
 
 
-def loss(value: Any, where: str) -> None:
-    """A number that others can be compared with."""
-    _be(type(value) in (int, float) and not math.isnan(value), where, "a number")
-
-
 def optional(check: Check) -> Check:
     """None, or something."""
     return lambda value, where: None if value is None else check(value, where)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nhgd._path import check_folder, unwritable
-from nhgd.checkpoint.disk import to_disk
+from nhgd.checkpoint.disk import draft_folder, to_disk
 from nhgd.errors import InputError, RunError
 
 
@@ -123,20 +122,16 @@ class Folder:
             what: the files, in the words of an error.
             make: from the folder to the files that it wrote.
         """
-        beside = self.path / f".draft-{os.getpid()}"
         try:
-            beside.mkdir()
-            made = make(beside)
-            for path in made:
-                to_disk(path)
-            for path in made:
-                os.replace(path, self.path / path.name)
-                self.holds_some = True
+            with draft_folder(self.path / f".draft-{os.getpid()}") as beside:
+                made = make(beside)
+                for path in made:
+                    to_disk(path)
+                for path in made:
+                    os.replace(path, self.path / path.name)
+                    self.holds_some = True
         except OSError as error:
             raise RunError(f"{what} could not be written: {error.strerror or error}.") from error
-        finally:
-            for _ in range(2):  # what fails once may not fail again
-                shutil.rmtree(beside, ignore_errors=True)
         return [self.path / path.name for path in made]
 
 
