@@ -106,19 +106,15 @@ def run(
         task, preset, method, parse(changes), lambda rest: for_execution(execution, rest)
     )
     executor = resolve_execution(execution, **how)
-    launching = isinstance(executor, Distributed) and not started_by_someone()
+    if isinstance(executor, Distributed) and not started_by_someone():
+        if kept:  # refused here, before processes are started; the solver of one of them takes it over
+            claimed(kept["checkpoint"], overwrite, resume).release()
+        given: Any = context.find_root().command
+        raise typer.Exit(_launched(given.given, executor, max_restarts, kept.get("checkpoint")))
     leading = not started_by_someone() or os.environ["RANK"] == "0"
     with ExitStack() as stack:
-        if kept and leading:
-            # Before anything that takes long. The solver, in this process or another, takes it over.
-            lock = claimed(kept["checkpoint"], overwrite, resume)
-            stack.callback(lock.release)
-            if launching:
-                stack.close()
-        if launching:
-            given: Any = context.find_root().command
-            assert isinstance(executor, Distributed)
-            raise typer.Exit(_launched(given.given, executor, max_restarts, kept.get("checkpoint")))
+        if kept and leading:  # before anything that takes long; the solver takes it over
+            stack.callback(claimed(kept["checkpoint"], overwrite, resume).release)
         place = stack.enter_context(folder(out if leading else None))
         if isinstance(executor, Distributed):
             where = device_of_rank(where)
@@ -158,17 +154,20 @@ def run(
             else:
                 _tell(answer, written)
         except KeyboardInterrupt as stop:
-            # It says what lies on disk then.
-            stop.args = ("" if solver.checkpoint is None else solver.checkpoint.last().strip(),)
+            stop.args = (_last_checkpoint(solver).strip(),)  # it says what lies on disk then
             raise
     if answer["partial"] and asked.number is not None:
-        known = "" if solver.checkpoint is None else solver.checkpoint.last()
         print(
-            f"Error: Stopped by {signals.name_of(asked.number)} after outer step {answer['steps']}.{known}"
-            f"{f' What was reached is in {out}.' if written else ''}",
+            f"Error: Stopped by {signals.name_of(asked.number)} after outer step {answer['steps']}."
+            f"{_last_checkpoint(solver)}{f' What was reached is in {out}.' if written else ''}",
             file=sys.stderr,
         )
         raise typer.Exit(128 + asked.number)
+
+
+def _last_checkpoint(solver: Solver) -> str:
+    """A sentence about it, with a space before it; nothing if there is none."""
+    return "" if solver.checkpoint is None else solver.checkpoint.last()
 
 
 def _check_stop_rules(steps: int | None, budget: str | None) -> None:
