@@ -168,6 +168,10 @@ class Solver:
         """One row for each outer step."""
         return self._progress.history
 
+    @history.setter
+    def history(self, rows: list[Row]) -> None:
+        self._progress.history = rows
+
     @property
     def seconds(self) -> float:
         """That the outer steps took."""
@@ -349,8 +353,7 @@ class Solver:
         with self._telling_peers(), self._checkpoints.named_in_errors(), self.loop.computing():
             told, point = self.executor.group.serve()
         self.problem.go_to(point)
-        self._progress.history, self._progress.seconds = told["history"], told["seconds"]
-        self.loop.clock.k = told["step"]
+        self.history, self._progress.seconds, self.loop.clock.k = told["history"], told["seconds"], told["step"]
         return Solution(self.problem.v.given, self.problem.theta.given, self.history, told["stats"], told["result"])
 
     def solution(self, result: str = "stopped") -> Solution:
