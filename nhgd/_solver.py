@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +20,7 @@ from nhgd._randomness import Randomness
 from nhgd._solution import Metrics, Row, Solution, metric_values, statistics
 from nhgd._stagnation import Course, StagnationWarning, held_by
 from nhgd._start import refuse_idle, start
-from nhgd._validation import check_seed, shown, validated, validated_but
+from nhgd._validation import check_seed, validated, validated_but
 from nhgd.algorithm import AbstractAlgorithm, Loop, LoopSettings, prepared
 from nhgd.checkpoint import Checkpoints, CheckpointWriter, SavedCheckpoint
 from nhgd.data.batch import Batch
@@ -30,7 +30,7 @@ from nhgd.execution.group import Report
 from nhgd.loop.settings import OptimizerFactory, Projection
 from nhgd.problem import Bilevel
 from nhgd.schedule import Rate
-from nhgd.stop import AbstractStop, Budget, Plateau, Run, Spent, Steps
+from nhgd.stop import AbstractStop, Run, Spent, chosen
 
 
 class Solver:
@@ -261,7 +261,7 @@ class Solver:
             progress: a bar on standard error; by default on a terminal only.
             stop: further rules, asked after those above; see `nhgd.stop`.
         """
-        rules = _rules(steps, budget, plateau, stop)
+        rules = chosen(steps, None if budget is None else seconds(budget), plateau, stop)
         if self.executor.group.serves:
             return self._serve()
         goes_on = self._progress.interrupted is not None
@@ -380,20 +380,6 @@ class Solver:
             " one point, keep the run (checkpoint='runs/a') and resume it with a copy of the problem:"
             " Solver.resume('runs/a', problem, inner_data, outer_data, checkpoint='runs/b')."
         )
-
-
-def _rules(
-    steps: int | None, budget: str | float | None, plateau: int | None, further: Sequence[AbstractStop[Any]]
-) -> list[AbstractStop[Any]]:
-    """What ends a run, in the order in which it is asked."""
-    if isinstance(further, Mapping) or not all(isinstance(rule, AbstractStop) for rule in further):
-        raise InputError(f"stop takes a list of rules, such as nhgd.stop.Plateau(50), got {shown(further)}.")
-    return [
-        *([] if steps is None else [Steps(steps)]),
-        *([] if budget is None else [Budget(seconds(budget))]),
-        *([] if plateau is None else [Plateau(plateau)]),
-        *further,
-    ]
 
 
 def _close_unless_used(executor: AbstractExecutor, user: object) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar, final
 
-from nhgd._validation import Validated
+from nhgd._validation import Validated, shown
 from nhgd.errors import InputError
 
 S = TypeVar("S")
@@ -168,6 +168,20 @@ class Requested(AbstractStop[None]):
 
 
 _OWN: dict[str, type[AbstractStop[Any]]] = {rule.name: rule for rule in (Steps, Budget, Plateau)}
+
+
+def chosen(
+    steps: int | None, seconds: float | None, plateau: int | None, further: Sequence[AbstractStop[Any]]
+) -> list[AbstractStop[Any]]:
+    """The rules of a run, in the order in which they are asked."""
+    if isinstance(further, Mapping) or not all(isinstance(rule, AbstractStop) for rule in further):
+        raise InputError(f"stop takes a list of rules, such as nhgd.stop.Plateau(50), got {shown(further)}.")
+    return [
+        *([] if steps is None else [Steps(steps)]),
+        *([] if seconds is None else [Budget(seconds)]),
+        *([] if plateau is None else [Plateau(plateau)]),
+        *further,
+    ]
 
 
 class Run:
