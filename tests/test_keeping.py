@@ -722,7 +722,7 @@ def test_an_interruption_between_steps_is_kept_and_one_within_is_not(tmp_path, m
         kind.solver(checkpoint=tmp_path / "a", metrics=interrupted).run(steps=3)
     assert not (tmp_path / "a").exists()
     solver = kind.solver(checkpoint=tmp_path / "a")
-    monkeypatch.setattr(solver, "_save_if_due", interrupted)
+    monkeypatch.setattr(solver._checkpoints, "save_if_due", interrupted)
     with pytest.raises(KeyboardInterrupt, match="outer step 1"):
         solver.run(steps=3)
     assert SavedCheckpoint(tmp_path / "a").step == 1
