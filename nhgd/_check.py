@@ -27,6 +27,7 @@ from nhgd.inverse._learned.learning import learn
 from nhgd.losses import check_weight
 from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
+from nhgd.record import BATCH_OBJECTIVE
 
 EXACT_BELOW = 500  # up to this D the dense solve is among the inverses that are compared when none are named
 SLOW = 5.0  # seconds from which on a row is not run once more only to be timed
@@ -186,8 +187,19 @@ def _report(
         found.distance,
         found.fisher,
         found.apart,
-        advice(found, size),
+        [*advice(found, size), *_of_statistics(rows)],
     )
+
+
+def _of_statistics(rows: list[dict[str, Any]]) -> list[str]:
+    """What is to be known of statistics that are not those of single samples."""
+    names = [row["inverse"] for row in rows if row["notes"].get("statistics") == BATCH_OBJECTIVE]
+    if not names:
+        return []
+    return [
+        f"BatchNorm is in training mode, where the gradient of one sample is not defined: the statistics of {', '.join(names)}"
+        f" are {BATCH_OBJECTIVE}, with scores through the statistics of the batch. The reference is exact for this objective."
+    ]
 
 
 def _row(

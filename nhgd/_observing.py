@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from nhgd._autocast import set_aside
 from nhgd._recording.accounting import Call, LayerCall
+from nhgd._recording.normalisation import NormCall
 from nhgd._recording.recorder import Recorder
 from nhgd._validation import check_seed, validated_but
 from nhgd.data.batch import Batch, first_bad, move
@@ -102,9 +104,9 @@ class Observer:
         self._depth = 0
         self._working = False  # whether derivatives are taken here, and not by the user's loop
         self._asked = False  # whether losses come by `inner` or `observe`
-        self._scores: list[tuple[LayerCall, Tensor]] = []  # of the backward pass that is under way
+        self._scores: list[tuple[LayerCall | NormCall, Tensor]] = []  # of the backward pass that is under way
         self._refusal: str | None = None  # why a backward pass could not be learnt from
-        self._passes: deque[list[Call]] = deque(maxlen=PASSES)
+        self._passes: deque[list[Call | NormCall]] = deque(maxlen=PASSES)
         self._recorder: Recorder | None = None
         if self._learner is not None:
             learner = self._learner
@@ -265,13 +267,14 @@ class Observer:
         if call is None or not self._passes:
             return
         self._passes[-1].append(call)
-        if not self._asked:
-            self._await_score(call)
+        if not self._asked and call.edge is not None:
+            self._await_score(call, call.edge)
 
-    def _await_score(self, call: Call) -> None:
+    def _await_score(self, call: Call | NormCall, edge: GradientEdge) -> None:
         """Note the score of a layer's output when a backward pass of the user's own comes by."""
-        place = call.edge.output_nr
-        weight, bias, given, module, shape = call.weight, call.bias, call.input, call.module, call.output_shape
+        place = edge.output_nr
+        # Without its places in the graph, which would hold the graph that holds this function.
+        noted = call.without_places()
 
         def note(scores: Sequence[Tensor | None]) -> None:
             score = scores[place]
@@ -280,24 +283,22 @@ class Observer:
             if not self._scores:
                 engine: Any = torch.autograd.Variable._execution_engine  # as DDP does
                 engine.queue_callback(self._end_of_backward)
-            # Without its places in the graph, which would hold the graph that holds this function.
-            self._scores.append((LayerCall(module, weight, bias, given, shape), score.detach()))
+            self._scores.append((noted, score.detach()))
 
-        call.edge.node.register_prehook(note)
+        edge.node.register_prehook(note)
 
     def _end_of_backward(self) -> None:
         """Learn from the layers that a backward pass of the user's own went through."""
         seen, self._scores = self._scores, []
         self._begin()
         self._own_loss = True
-        samples = seen[0][0].input.shape[0]
         self.calls.inner_gradients += 1
-        self.calls.samples += samples
+        self.calls.samples += seen[0][0].input.shape[0]
         recorder, record = self._recorder_due(), None
         if recorder is not None:
             try:
                 with torch.no_grad():
-                    record = recorder.of_layers([call for call, _ in seen], [score for _, score in seen], samples)
+                    record = recorder.of_layers(seen)
             except InputError as error:  # told when the curvature is asked for: a backward pass must not fail for it
                 self._refusal = str(error)
                 return

@@ -248,13 +248,14 @@ def _time_passes(problem: Bilevel, batch: Batch, prices: _Prices) -> None:
 
 
 def _places(problem: Bilevel, batch: Batch) -> dict[str, int] | None:
-    """How many places each layer sees of a sample, from the record of a single one."""
+    """How many places each layer sees of a sample, from the record of two: BatchNorm may need more than one."""
     length = common_length(batch)
     if length is None or problem.theta.root is None:
         return None
     try:
         with problem.guarded(seed=0):
-            record = Recorder(problem, "layer").step(map_tensors(lambda t: t[:1] if t.ndim else t, batch)).record
+            few = map_tensors(lambda t: t[:2] if t.ndim else t, batch)
+            record = Recorder(problem, "layer", couples=False).step(few).record
     except (NhgdError, RuntimeError, IndexError, ValueError):  # what learns from layers will say why
         return None
     return {layer.weight: layer.inputs.shape[1] for layer in getattr(record, "layers", ())}

@@ -12,6 +12,7 @@ from nhgd.algorithm import AbstractAlgorithm, Loop, StepInfo
 from nhgd.errors import InputError
 from nhgd.execution.base import Traffic
 from nhgd.plot.history import draw_history
+from nhgd.record import BATCH_OBJECTIVE
 from nhgd.variable import Given
 
 Row: TypeAlias = dict[str, Any]
@@ -32,7 +33,8 @@ class Solution:
             (the part of the curvature's time that the inner loop did not wait for) and bytes_sent.
         stats: method, steps, seconds, threads (CPU threads that the steps were computed on: one where the largest operation is
             small, unless OMP_NUM_THREADS, MKL_NUM_THREADS or torch.set_num_threads says how many), oracle calls, poor_solves
-            (outer steps whose linear solve was in trouble), execution; and
+            (outer steps whose linear solve was in trouble), execution; statistics: "of the batch objective" where curvature was
+            learnt from samples that BatchNorm in training mode couples, else None; and
             stagnation: a sentence where `run` has got nowhere.
         result: the name of the stop rule that ended the run: "steps", "budget", "plateau", that of a rule of the caller's, or
             "stopped" when the caller's own loop or `stop` ended it.
@@ -88,6 +90,7 @@ def statistics(algorithm: AbstractAlgorithm, loop: Loop, history: list[Row], sec
         "threads": loop.threads,
         "oracle_calls": loop.calls.as_dict(),
         "poor_solves": sum(bool(row.get("poor_solve")) for row in history),
+        "statistics": BATCH_OBJECTIVE if loop.coupled else None,
         "stagnation": None,
         "execution": {
             "name": executor.name,

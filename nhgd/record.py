@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 RecordKind: TypeAlias = Literal["batch", "raw", "sample", "layer"]
 FisherKind: TypeAlias = Literal["empirical", "exact", "sampled"]
+BATCH_OBJECTIVE = "of the batch objective"  # statistics, where BatchNorm in training mode couples the samples
 
 
 class Pool(Protocol):
@@ -194,6 +195,7 @@ class LayerStatistics:
     weights: Tensor | None  # (B,)
     samples: int
     reduction: Reduction | None = field(default=None, repr=False, compare=False)
+    coupled: bool = False  # whether BatchNorm in training mode couples the samples: scores are of the batch objective
 
 
 InnerRecord: TypeAlias = BatchGradient | PerSampleGradients | LayerStatistics

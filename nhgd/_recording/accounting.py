@@ -24,6 +24,8 @@ Scores: TypeAlias = "Sequence[Tensor | None]"
 # The node in which a graph ends at a parameter has no public name. A view has a grad_fn, whatever its annotation says.
 _LEAF: type[Any] = type(torch.zeros((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
+_NORM = "BatchNorm"
+
 
 @dataclass
 class LayerCall:
@@ -42,6 +44,10 @@ class Call(LayerCall):
 
     source: GradientEdge | None
     edge: GradientEdge
+
+    def without_places(self) -> LayerCall:
+        """The call alone, which holds no graph."""
+        return LayerCall(self.module, self.weight, self.bias, self.input, self.output_shape)
 
     @property
     def is_plain(self) -> bool:
@@ -83,7 +89,8 @@ def walked(roots: Iterable[Tensor | None], calls: Sequence[Call], names: Mapping
         if node in seen:
             continue
         seen.add(node)
-        kinds.append(type(node))
+        # Kernels of BatchNorm differ between its modes, and forms are compared across them.
+        kinds.append(_NORM if _NORM in type(node).__name__ else type(node))
         if node in plain:
             source = plain[node]
             following: Iterable[Any] = () if source is None else ((source.node, source.output_nr),)

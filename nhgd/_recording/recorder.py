@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from nhgd._recording.accounting import Call, LayerCall, Scores
+from nhgd._recording.normalisation import NormCall, signs, summed_rows
 from nhgd._recording.per_sample import OneSampleGradients
-from nhgd._recording.taps import TappedPass, Taps
+from nhgd._recording.taps import TappedPass, Taps, scale_of
 from nhgd._recording.verification import Verification
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
@@ -41,7 +42,11 @@ class Recorder(Tap):
             likelihood, and are not defined for "batch" and "raw".
         calls: what counts the passes of `step`.
         couples: whether products of the rows of different layers matter. Then all rows are of the same pass, with the
-            same dropout; otherwise those of parameters outside Linear and Conv2d may be of a pass of their own.
+            same dropout, and BatchNorm in training mode is refused; otherwise those of parameters outside Linear and Conv2d
+            may be of a pass of their own, and BatchNorm is learnt from by the scores of the batch objective.
+
+    Attributes:
+        coupled: whether BatchNorm in training mode was met in what was recorded last.
 
     Rows are sqrt(w_i) s_i with s_i the gradient of l_i alone: weights that depend on theta are held constant in them, and in
     the gradient of the inner step they are not.
@@ -73,18 +78,27 @@ class Recorder(Tap):
                 )
         self.calls = OracleCalls() if calls is None else calls
         per_sample = kind in ("layer", "sample")
-        self.taps = Taps(problem, per_sample, self.likelihood is not None, per_sample and self.couples)
+        self.coupled = False
+        self.taps = Taps(
+            problem,
+            per_sample,
+            self.likelihood is not None,
+            per_sample and self.couples,
+            per_sample and not self.couples,
+        )
         self.verification = Verification(self.taps)
         self._others = OneSampleGradients(problem)
 
     def memory(self) -> dict[str, Any]:
         """What was found out about the model that later records depend on, as plain values."""
-        return self.verification.memory() | {"slow": self._others.slow, "noisy": self._others.noisy}
+        found = {"slow": self._others.slow, "noisy": self._others.noisy, "coupled": self.coupled}
+        return self.verification.memory() | found
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Go on as the recorder that had this memory."""
         self.verification.recall(memory)
         self._others.slow, self._others.noisy = bool(memory["slow"]), bool(memory["noisy"])
+        self.coupled = bool(memory["coupled"])
 
     def step(self, batch: Batch) -> InnerStep:
         """The inner gradient on a batch, at the problem's current theta and v, with its record."""
@@ -100,7 +114,7 @@ class Recorder(Tap):
         self.verification.note(found, found.data if found.own is None else found.own, batch)
         return found
 
-    def passed_already(self, losses: Losses, calls: list[Call]) -> TappedPass:
+    def passed_already(self, losses: Losses, calls: Sequence[Call | NormCall]) -> TappedPass:
         """The same for losses that were computed before, from calls of layers that were noted then. Their graph is kept.
 
         It is verified where it stands, because it cannot be computed again elsewhere; rows that layers do not give are taken
@@ -117,7 +131,7 @@ class Recorder(Tap):
     def _differentiate(self, found: TappedPass, keep: bool) -> None:
         """The gradient of the mean loss and the scores of the layers, from one backward pass where that is enough."""
         value = found.losses.mean()
-        leaves, constant = self.problem.theta.leaves, self._constant(found.losses)
+        leaves, constant = self.problem.theta.leaves, self._constant(found)
         if constant is None:
             given = torch.autograd.grad(value, (*leaves, *found.edges), allow_unused=True, retain_graph=keep or None)
             found.data, found.scores = list(given[: len(leaves)]), given[len(leaves) :]
@@ -128,16 +142,22 @@ class Recorder(Tap):
 
     def _needs_graph(self, found: TappedPass) -> bool:
         """Whether the graph is needed after the gradient: for the roots of a likelihood, or for rows of this very pass."""
-        if self.likelihood is not None or not (self.taps.layers and self.couples):
+        if self.likelihood is not None or not (self.taps.layers and (self.couples or found.coupled)):
             return self.likelihood is not None
         others, open_to_doubt = self._others, found.elsewhere | self.verification.unaccounted
         plain = {name for call in found.calls if call.is_plain for name in (call.weight, call.bias)} - open_to_doubt
+        plain |= found.normalised
         covered = plain.issuperset(self.problem.theta.names) and not self.verification.is_due(found)
-        return not covered and (found.drawn or others.noisy or not others.compared)
+        return not covered and (found.coupled or found.drawn or others.noisy or not others.compared)
 
-    def _constant(self, losses: Losses) -> Tensor | None:
-        """The mean loss with its weights held constant, where they depend on theta and rows are made."""
-        weights = losses.weights
+    def _constant(self, found: TappedPass) -> Tensor | None:
+        """What scores are taken of where it is not the mean loss: that with constant weights, where they depend on theta.
+
+        Where samples are coupled, a sample's score is not its weight times something, so the roots of the weights are put in.
+        """
+        losses, weights = found.losses, found.losses.weights
+        if found.coupled and weights is not None:
+            return replace(losses, weights=weights.detach().sqrt()).mean()
         if self.kind == "raw" or weights is None or not weights.requires_grad or not self.taps.uses_theta(weights):
             return None
         return replace(losses, weights=weights.detach()).mean()
@@ -145,7 +165,7 @@ class Recorder(Tap):
     def _hold_constant(self, found: TappedPass, constant: Tensor, keep: bool) -> None:
         """Scores, and the gradient they are a part of, of the mean loss with constant weights."""
         leaves = self.problem.theta.leaves
-        given: Sequence[Tensor | None] = [None] * (len(leaves) + len(found.calls))
+        given: Sequence[Tensor | None] = [None] * (len(leaves) + len(found.edges))
         if constant.requires_grad:
             wrt: Any = (*leaves, *found.edges)
             given = torch.autograd.grad(constant, wrt, allow_unused=True, retain_graph=keep or None)
@@ -172,35 +192,47 @@ class Recorder(Tap):
             row = theta.flatten(self._constant_gradient(found, reduction))
             return BatchGradient(row * (0.0 if weight == 0 else (samples / weight) ** 0.5), None, samples)
         seeds, columns = self._columns(found)
-        layers = self.taps.layer_records(losses, found.calls, columns, seeds is not None)
-        layers = self.verification.accounted(layers)
+        self.coupled = found.coupled
+        scale = scale_of(losses, seeds is not None, found.coupled)
+        layers = self.verification.accounted(self.taps.layer_records(found.calls, columns, scale))
         covered = {name for layer in layers for name in (layer.weight, layer.bias)}
         others = tuple(name for name in theta.names if name not in covered)
-        rows = self._other_rows(batch, found, others, seeds) if others else None
+        rows = None
+        if others and found.coupled:
+            rows = self._coupled_rows(found, others, seeds, columns, scale)
+        elif others:
+            rows = self._other_rows(batch, found, others, seeds)
         weights = None if losses.weights is None else losses.weights.detach()
         if self.kind == "layer":
             self.verification.settle(layers)
-            return LayerStatistics(tuple(layers), others, rows, weights, here, reduction)
+            return LayerStatistics(tuple(layers), others, rows, weights, here, reduction, coupled=found.coupled)
         return PerSampleGradients(self._joined(layers, others, rows), here, reduction)
 
-    def of_layers(self, calls: Sequence[LayerCall], scores: Scores, samples: int) -> InnerRecord:
+    def of_layers(self, seen: Sequence[tuple[LayerCall | NormCall, Tensor]]) -> InnerRecord:
         """The record of a loss of which nothing is known but the layers it came through; taken for a mean over samples."""
         if self.fisher != "empirical":
             raise InputError(
                 f"fisher='{self.fisher}' needs the model's outputs, which a bare backward pass does not tell. Take the loss from"
                 " inner(batch), or give observe() the losses of the samples with their outputs."
             )
-        losses = Losses(calls[0].input.new_zeros(samples, dtype=self.problem.theta.dtype))
-        layers = self.taps.layer_records(losses, calls, [scores])
+        self.verification.begin()
+        pairs = [(call, score) for call, score in seen if isinstance(call, LayerCall)]
+        norms = [(call, [score]) for call, score in seen if isinstance(call, NormCall)]
+        samples = seen[0][0].input.shape[0]
+        scale = scale_of(Losses(seen[0][0].input.new_zeros(samples, dtype=self.problem.theta.dtype)))
+        layers = self.taps.layer_records([call for call, _ in pairs], [[score for _, score in pairs]], scale)
         covered = {name for layer in layers for name in (layer.weight, layer.bias)}
-        others = [name for name in self.problem.theta.names if name not in covered]
-        if others:
+        others = tuple(name for name in self.problem.theta.names if name not in covered)
+        known = summed_rows([(norm, score) for norm, score in norms if norm.is_plain], scale)
+        untold = [name for name in others if name not in known]
+        if untold:
             raise InputError(
-                f"{others[0]!r} belongs to no Linear or Conv2d layer that was called, so a bare backward pass does not tell its"
+                f"{untold[0]!r} belongs to no Linear or Conv2d layer that was called, so a bare backward pass does not tell its"
                 " curvature. Take the loss from inner(batch), or give observe() the losses of the samples."
             )
         if self.kind == "layer":
-            return LayerStatistics(tuple(layers), (), None, None, samples)
+            rows = torch.cat([known[name] for name in others], dim=1) if others else None
+            return LayerStatistics(tuple(layers), others, rows, None, samples, coupled=bool(norms))
         return PerSampleGradients(self._joined(layers, (), None), samples)
 
     def _constant_gradient(self, found: TappedPass, reduction: Reduction | None) -> Sequence[Tensor | None]:
@@ -220,12 +252,34 @@ class Recorder(Tap):
             self.verification.check_likelihood(self.likelihood, outputs, losses)
             draw = self.likelihood.sample if self.fisher == "sampled" else self.likelihood.roots
             seeds = draw(outputs, losses.values).detach().to(outputs.dtype)
-            if not found.calls:
+            if not found.edges:
                 return seeds, [found.scores]
             found.passes += len(seeds)
+            along = seeds
+            if found.coupled:
+                factors = signs(*seeds.shape[:2], seeds.device).to(seeds.dtype)
+                if losses.weights is not None:
+                    factors = factors * losses.weights.detach().sqrt().to(seeds.dtype)
+                along = seeds * factors.reshape(*factors.shape, *[1] * (seeds.ndim - 2))
             return seeds, [
-                torch.autograd.grad(outputs, found.edges, seed, allow_unused=True, retain_graph=True) for seed in seeds
+                torch.autograd.grad(outputs, found.edges, seed, allow_unused=True, retain_graph=True) for seed in along
             ]
+
+    def _coupled_rows(
+        self, found: TappedPass, names: tuple[str, ...], seeds: Tensor | None, columns: Sequence[Scores], scale: Tensor
+    ) -> Tensor:
+        """Rows of parameters that no layer accounts for, where BatchNorm couples the samples.
+
+        Those of BatchNorm itself come from its scores; others are gradients of the loss of each sample in its batch.
+        """
+        positions = enumerate(found.norms, start=len(found.calls))
+        rows = summed_rows([(norm, [column[i] for column in columns]) for i, norm in positions], scale)
+        rest = tuple(name for name in names if name not in found.normalised)
+        if rest:
+            found.passes += len(columns) * len(scale)
+            split = self._others.from_graph(found.losses, rest, seeds)
+            rows |= dict(zip(rest, split.split([self.taps.shapes[name].numel() for name in rest], dim=1), strict=True))
+        return torch.cat([rows[name] for name in names], dim=1)
 
     def _other_rows(self, batch: Batch, found: TappedPass, names: tuple[str, ...], seeds: Tensor | None) -> Tensor:
         """Rows of parameters that no layer accounts for."""

@@ -8,6 +8,7 @@ the output tensor keeps in-place activations harmless.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from nhgd._randomness import standing
 from nhgd._recording.accounting import Call, LayerCall, Scores, elsewhere, held, walked
+from nhgd._recording.normalisation import NormCall, couples_samples
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.losses import Losses
@@ -33,14 +35,22 @@ class TappedPass(Pass):
 
     Attributes:
         calls: of layers.
+        coupled: whether a BatchNorm normalised by the batch, so that all scores are of the batch objective.
+        norms: calls of such modules.
+        after_norms: the position of the first call behind the last of them, from where on samples are apart.
+        normalised: parameters whose gradient is that of such modules alone.
         form: of the graph.
         elsewhere: parameters that layers do not account for.
         drawn: whether random numbers were drawn, so that the rows of all parameters must be of the same pass.
         own: the gradient with the weights held constant; None where it is the gradient itself.
-        scores: of the objective with constant weights, one for each call.
+        scores: of the objective with constant weights, one for each call, and then for each of the norms.
     """
 
     calls: list[Call] = field(default_factory=list)
+    coupled: bool = False
+    norms: list[NormCall] = field(default_factory=list)
+    after_norms: int = 0
+    normalised: set[str] = field(default_factory=set)
     form: int = 0
     elsewhere: set[str] = field(default_factory=set)
     drawn: bool = False
@@ -49,8 +59,8 @@ class TappedPass(Pass):
 
     @property
     def edges(self) -> list[Any]:
-        """Where the outputs of the layers were made."""
-        return [call.edge for call in self.calls]
+        """Where the outputs of the layers, and of the norms, were made."""
+        return [*(call.edge for call in self.calls), *(norm.edge for norm in self.norms)]
 
 
 class Taps:
@@ -61,13 +71,15 @@ class Taps:
         layers: whether calls of layers are noted.
         outputs: whether the graph of `Losses.outputs` counts as well as that of the losses.
         draws: whether it is noted that random numbers were drawn.
+        norms: whether calls of BatchNorm modules that normalise by the batch are noted, and so allowed.
     """
 
-    def __init__(self, problem: Bilevel, layers: bool, outputs: bool, draws: bool) -> None:
+    def __init__(self, problem: Bilevel, layers: bool, outputs: bool, draws: bool, norms: bool = False) -> None:
         self.problem = problem
         self.layers = layers
         self.outputs = outputs
         self.draws = draws
+        self.norms = norms
         theta = problem.theta
         self.names = {id(leaf): name for name, leaf in zip(theta.names, theta.leaves, strict=True)}
         self.shapes = {name: leaf.shape for name, leaf in zip(theta.names, theta.leaves, strict=True)}
@@ -79,23 +91,34 @@ class Taps:
         if problem.v.root is not None:
             v = problem.v.leaves if self.layers else None
         before = standing(theta.device) if self.draws else None
-        with self.noting() as calls:
+        with self.noting() as noted:
             # Given the leaves, a compiled module is seen uncompiled: it would not know of the hook.
             losses = problem.losses(batch, theta.leaves if self.layers else None, v)
         if not losses.per_sample:
             raise InputError(
                 "Recording curvature needs per-sample losses, but inner() returned a scalar. Return losses of shape (B,)."
             )
-        return self.seen(losses, calls, drawn=before is not None and before != standing(theta.device))
+        return self.seen(losses, noted, drawn=before is not None and before != standing(theta.device))
 
-    def seen(self, losses: Losses, calls: list[Call], drawn: bool) -> TappedPass:
-        """Losses with the calls that led to them, and what their graph tells."""
-        found = TappedPass(losses, losses.values.new_zeros(()), [], calls=calls, drawn=drawn)
+    def seen(self, losses: Losses, noted: Sequence[Call | NormCall], drawn: bool) -> TappedPass:
+        """Losses with the calls that led to them, in their order, and what their graph tells."""
+        calls = [call for call in noted if isinstance(call, Call)]
+        norms = [call for call in noted if isinstance(call, NormCall) and call.edge is not None]
+        found = TappedPass(losses, losses.values.new_zeros(()), [], calls=calls, norms=norms, drawn=drawn)
+        positions = [i for i, call in enumerate(noted) if isinstance(call, NormCall)]
+        if positions:
+            found.coupled = True
+            found.after_norms = positions[-1] + 1 - len(positions)
         if self.layers:
             roots = (losses.values, losses.outputs if self.outputs else None)
             uses, found.form = walked(roots, calls, self.names)
             found.elsewhere = elsewhere(calls, uses)
             found.layers = [call.weight for call in calls]
+            samples = losses.values.shape[0]
+            good = [norm for norm in norms if norm.is_plain and norm.input.shape[0] == samples]
+            inside = Counter(name for norm in good for name in (norm.weight, norm.bias) if name is not None)
+            found.normalised = {name for name, count in inside.items() if uses[name] <= count}
+            found.normalised -= {name for call in calls for name in (call.weight, call.bias) if name is not None}
         return found
 
     def uses_theta(self, tensor: Tensor) -> bool:
@@ -103,12 +126,12 @@ class Taps:
         return bool(walked((tensor,), (), self.names).uses)
 
     @contextmanager
-    def noting(self) -> Iterator[list[Call]]:
-        """Note every call of a Linear or Conv2d that holds a parameter of theta, inside this block alone.
+    def noting(self) -> Iterator[list[Call | NormCall]]:
+        """Note every call of a Linear or Conv2d that holds a parameter of theta, and of a BatchNorm, inside this block alone.
 
         The block is the forward pass and no more: activation checkpointing calls modules again in the backward pass.
         """
-        calls: list[Call] = []
+        calls: list[Call | NormCall] = []
         if not self.layers:
             yield calls
             return
@@ -126,8 +149,12 @@ class Taps:
         finally:
             handle.remove()
 
-    def call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Call | None:
-        """A call of a Linear or Conv2d that holds a parameter of theta; None for any other module."""
+    def call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Call | NormCall | None:
+        """A call of a Linear or Conv2d that holds a parameter of theta, or of a BatchNorm; None for any other module."""
+        if self.norms and couples_samples(module) and args and torch.is_grad_enabled():
+            weight, bias = (self.names.get(id(held(module, name))) for name in ("weight", "bias"))
+            edge = get_gradient_edge(output) if output.requires_grad else None
+            return NormCall(module, weight, bias, args[0].detach(), edge)
         if not isinstance(module, (nn.Linear, nn.Conv2d)):
             return None
         name = self.names.get(id(held(module, "weight")))
@@ -143,16 +170,9 @@ class Taps:
         source = get_gradient_edge(given) if given.requires_grad else None
         return Call(module, name, bias, given.detach(), output.shape, source, get_gradient_edge(made))
 
-    def layer_records(
-        self, losses: Losses, calls: Sequence[LayerCall], columns: Sequence[Scores], seeded: bool = False
-    ) -> list[LayerRecord]:
-        """Calls and their scores, one column a root, layer by layer. `seeded`: the scores are those of a likelihood's roots."""
-        samples = losses.values.shape[0]
-        weights = torch.ones_like(losses.values) if losses.weights is None else losses.weights
-        root = weights.detach().sqrt()
-        # The backward pass of mean_i( w_i l_i ) gave w_i / B times a score, the one of r_ik . z_i the score itself.
-        # The root of a negative weight is nan and stays so: a sample must not vanish without a word.
-        scale = root if seeded else torch.where(root == 0, 0.0, samples / root)
+    def layer_records(self, calls: Sequence[LayerCall], columns: Sequence[Scores], scale: Tensor) -> list[LayerRecord]:
+        """Calls and their scores, one column a root, layer by layer; `scale`, (B,), is that of `scale_of`."""
+        samples = len(scale)
         grouped: dict[str, list[tuple[LayerCall, tuple[Tensor, ...]]]] = {}
         for position, call in enumerate(calls):
             if call.output_shape[0] != samples or len(call.output_shape) < 2 or call.input.shape[0] != samples:
@@ -177,3 +197,19 @@ class Taps:
             )
             for weight, pairs in grouped.items()
         ]
+
+
+def scale_of(losses: Losses, seeded: bool = False, coupled: bool = False) -> Tensor:
+    """What turns the scores of a backward pass into sqrt(w_i) times a score, (B,).
+
+    Args:
+        seeded: the scores are those of a likelihood's roots.
+        coupled: the roots of the weights are in the scores already.
+    """
+    samples = losses.values.shape[0]
+    if coupled or losses.weights is None:
+        return torch.full_like(losses.values, 1 if seeded else samples)
+    root = losses.weights.detach().sqrt()
+    # The backward pass of mean_i( w_i l_i ) gave w_i / B times a score, the one of r_ik . z_i the score itself.
+    # The root of a negative weight is nan and stays so: a sample must not vanish without a word.
+    return root if seeded else torch.where(root == 0, 0.0, samples / root)

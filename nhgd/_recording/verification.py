@@ -7,6 +7,7 @@ up to its gradient; a layer whose scores do not is not recorded as one. Nothing 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from nhgd._randomness import unmoved
 from nhgd._recording.accounting import check_independent, fits
-from nhgd._recording.taps import TappedPass, Taps
+from nhgd._recording.normalisation import held_statistics
+from nhgd._recording.taps import TappedPass, Taps, scale_of
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.likelihood import AbstractLikelihood
@@ -52,13 +54,16 @@ class Verification:
     def begin(self) -> None:
         """A record is about to be made."""
         self._records += 1
+        if self.taps.norms:
+            return
         problem = self.taps.problem
         for root in (problem.theta.root, problem.v.root):
             for name, module in root.named_modules() if root is not None else ():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
                     raise InputError(
                         f"Per-sample curvature is not defined with BatchNorm in training mode ({name!r}), where samples"
-                        " influence each other. Call model.eval() on it, or use GroupNorm or LayerNorm."
+                        " influence each other. Use kfac, ekfac or fisher_diagonal, which learn from the batch objective; or"
+                        " call model.eval() on it, or use GroupNorm or LayerNorm."
                     )
 
     @property
@@ -82,7 +87,11 @@ class Verification:
         """
         found.elsewhere |= self._computing_otherwise(found, own)
         if self.is_due(found):
-            found.elsewhere |= self._verify(found, found.form) if batch is None else self._verified(batch, found.form)
+            found.elsewhere |= (
+                self._verify(found, found.form, found.after_norms)
+                if batch is None
+                else self._verified(batch, found.form)
+            )
         found.news = not found.elsewhere <= self.unaccounted
         self.unaccounted |= found.elsewhere
 
@@ -95,7 +104,7 @@ class Verification:
         gradients = dict(zip(self.taps.problem.theta.names, own, strict=True))
         return {
             name
-            for layer in self.taps.layer_records(found.losses, calls, [scores])
+            for layer in self.taps.layer_records(calls, [scores], scale_of(found.losses))
             if not fits(layer, gradients)[0]
             for name in (layer.weight, layer.bias)
             if name is not None
@@ -104,7 +113,8 @@ class Verification:
     def _verified(self, batch: Batch, form: int) -> set[str]:
         """Verify the layers, nearby if the graph has the same form there; parameters that they do not account for."""
         problem, theta = self.taps.problem, self.taps.problem.theta
-        with unmoved(theta.device), problem.guarded(seed=0), torch.enable_grad():
+        held = held_statistics() if self.taps.norms else nullcontext()
+        with unmoved(theta.device), problem.guarded(seed=0), held, torch.enable_grad():
             with theta.nearby():
                 try:
                     found: TappedPass | None = self.taps.forward(batch)
@@ -114,15 +124,19 @@ class Verification:
                     return self._verify(found, form)
             return self._verify(self.taps.forward(batch), form)
 
-    def _verify(self, found: TappedPass, form: int) -> set[str]:
-        """Refuse samples that influence each other; parameters whose gradient is not what their layer's scores add up to."""
+    def _verify(self, found: TappedPass, form: int, first: int = 0) -> set[str]:
+        """Refuse samples that influence each other; parameters whose gradient is not what their layer's scores add up to.
+
+        Calls before the first to be looked at are those in front of a BatchNorm, through which samples do.
+        """
         theta = self.taps.problem.theta
         losses = replace(found.losses, weights=None)
         given = torch.autograd.grad(losses.mean(), (*theta.leaves, *found.edges), allow_unused=True, retain_graph=True)
-        own, scores = dict(zip(theta.names, given, strict=False)), given[len(theta.leaves) :]
-        seen = check_independent(losses.values, found.calls, scores)
+        own, scores = dict(zip(theta.names, given, strict=False)), given[len(theta.leaves) :][: len(found.calls)]
+        seen = check_independent(losses.values, found.calls[first:], scores[first:])
+        seen |= {call.weight for call in found.calls[:first]}
         wrong: set[str] = set()
-        for layer in self.taps.layer_records(losses, found.calls, [scores]):
+        for layer in self.taps.layer_records(found.calls, [scores], scale_of(losses)):
             if layer.weight in found.elsewhere:
                 continue  # and its calls may not even fit together
             good, telling = fits(layer, own)

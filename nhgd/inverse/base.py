@@ -124,7 +124,10 @@ class Learned(AbstractInverse, Generic[S]):
 
     @property
     def couples(self) -> bool:
-        """Whether products of one parameter's rows with another's matter; where not, a record may take them from two passes."""
+        """Whether products of one parameter's rows with another's matter, so that rows must be gradients of samples.
+
+        Where not, a record may take them from two passes, and from the batch objective where BatchNorm couples the samples.
+        """
         return True
 
     @abstractmethod

@@ -14,7 +14,13 @@ from nhgd.errors import InputError
 from nhgd.inverse._learned.damping import resolve_damping
 from nhgd.inverse._learned.periods import Periodic, check_overhead
 from nhgd.inverse._learned.state import State
-from nhgd.inverse._learned.statistics import check_invertible, check_statistics, second_moments, step_of_mean
+from nhgd.inverse._learned.statistics import (
+    check_invertible,
+    check_statistics,
+    second_moments,
+    statistics_note,
+    step_of_mean,
+)
 from nhgd.inverse.base import SolveStats
 from nhgd.record import FisherKind, InnerRecord, LayerStatistics, RecordKind, batch_mean, batch_samples
 from nhgd.ridge import Ridge
@@ -29,6 +35,7 @@ class FisherDiagonalState(State):
     starts: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     mass: float = 0.0
+    coupled: bool = False  # whether BatchNorm in training mode coupled the samples of some record
 
 
 @final
@@ -134,7 +141,8 @@ class FisherDiagonal(Periodic[FisherDiagonalState]):
                 put(name, values)
         batch = batch_mean(record, [batch])[0]
         rate, mass = step_of_mean(state.mass, self.beta, batch_samples(record))
-        return FisherDiagonalState(state.diagonal.lerp(batch, rate), state.starts, state.sizes, mass)
+        coupled = state.coupled or record.coupled
+        return FisherDiagonalState(state.diagonal.lerp(batch, rate), state.starts, state.sizes, mass, coupled)
 
     @torch.no_grad()
     def solve(self, state: FisherDiagonalState, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
@@ -150,7 +158,7 @@ class FisherDiagonal(Periodic[FisherDiagonalState]):
         if not bool((shift + damping > 0).all()):
             check_invertible("FisherDiagonal", "theta", entries)
         x = (u.to(entries.dtype) / entries).to(u.dtype)
-        return x, SolveStats(None, 0, True, {"damping": damping})
+        return x, SolveStats(None, 0, True, {"damping": damping} | statistics_note(state.coupled))
 
     def memory(self, theta: Variable) -> int:
         """The mean, the batch's own, the sum with the ridge, and x."""

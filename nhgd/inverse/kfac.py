@@ -38,7 +38,8 @@ class KFAC(AbstractKronecker[KroneckerState]):
     With one sample and one place F_layer is exact. A layer that is called several times counts every call as a place; a
     grouped convolution has a pair of factors for each group. A parameter outside such layers gets a block of its own,
     dense up to `dense_limit` entries and diagonal above; `notes["others"]` says which. A ridge that differs within a
-    layer enters as its mean over the layer, and `notes["ridge"]` says so.
+    layer enters as its mean over the layer, and `notes["ridge"]` says so. With BatchNorm in training mode g_it is the score
+    of the batch objective, through the statistics of the batch, and `notes["statistics"]` says so.
 
     Args:
         damping: added to the diagonal, beside the ridge 2 l2. None: nothing where the ridge is positive everywhere, else

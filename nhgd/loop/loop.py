@@ -120,6 +120,11 @@ class Loop:
         """What the recorder has found out about the model; None where nothing is recorded."""
         return None if self._recording is None else self._recording.memory()
 
+    @property
+    def coupled(self) -> bool:
+        """Whether curvature was learnt from samples that BatchNorm in training mode couples."""
+        return self._recording is not None and self._recording.coupled
+
     def recall(self, memory: dict[str, Any] | None) -> None:
         """Let the recorder go on with what another had found out."""
         if self._recording is not None and memory is not None:

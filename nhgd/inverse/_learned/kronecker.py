@@ -18,7 +18,7 @@ from nhgd.inverse._learned.graph import Graphable
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.layers import layer_shapes
 from nhgd.inverse._learned.periods import Periodic, check_overhead, two_periods
-from nhgd.inverse._learned.statistics import check_statistics, merge, step_of_mean
+from nhgd.inverse._learned.statistics import check_statistics, merge, statistics_note, step_of_mean
 from nhgd.inverse.base import SolveStats
 from nhgd.record import (
     FisherKind,
@@ -132,6 +132,7 @@ class AbstractKronecker(Periodic[T]):
             state,
             mass=mass,
             observed=state.observed + 1,
+            coupled=state.coupled or record.coupled,
             inputs=merge(state.inputs, inputs, rate),
             scores=merge(state.scores, scores, rate),
             weights=merge(state.weights, weights, rate),
@@ -226,7 +227,7 @@ class AbstractKronecker(Periodic[T]):
         shift = ridge.value
         low, high = (shift, shift) if isinstance(shift, float) else (float(r) for r in shift.aminmax())
         damping = resolve_damping(self.damping, ridge, lambda: self.mean_diagonal(state))
-        notes: dict[str, Any] = {"damping": damping}
+        notes: dict[str, Any] = {"damping": damping} | statistics_note(state.coupled)
         layers: dict[str, Solver] = {}
         for layer in state.inputs:
             mean = low

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nhgd._validation import not_negative
 from nhgd.errors import InputError
+from nhgd.record import BATCH_OBJECTIVE
 
 
 def check_statistics(owner: str, damping: float | None, beta: float | None, dtype: torch.dtype | None) -> None:
@@ -20,6 +21,11 @@ def check_statistics(owner: str, damping: float | None, beta: float | None, dtyp
         )
     if dtype not in (None, torch.float32, torch.float64):
         raise InputError(f"{owner}: dtype must be torch.float32 or torch.float64, got {dtype}.")
+
+
+def statistics_note(coupled: bool) -> dict[str, str]:
+    """What a solve notes of its statistics where BatchNorm in training mode coupled the samples."""
+    return {"statistics": BATCH_OBJECTIVE} if coupled else {}
 
 
 def step_of_mean(mass: float, beta: float | None, samples: int) -> tuple[float, float]:
