@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +45,23 @@ def _listening(host: str, port: int) -> socket.socket:
         made.close()
         raise
     return made
+
+
+def find_store(host: str, port: int, limit: float) -> Any:
+    """The store that another process keeps at an address; None where nobody takes calls there within so many seconds.
+
+    torch's own client would fill the screen with its attempts, and may try for longer.
+    """
+    deadline = time.monotonic() + limit
+    while (left := deadline - time.monotonic()) > 0:
+        with suppress(OSError, RuntimeError):
+            socket.create_connection((host, port), timeout=left).close()
+            patience = timedelta(seconds=max(left, 1.0))
+            store = TCPStore(host, port, is_master=False, timeout=patience, wait_for_workers=False)
+            store.set_timeout(timedelta(seconds=limit))
+            return store
+        time.sleep(min(0.1, left))
+    return None
 
 
 def is_local(host: str) -> bool:

@@ -13,11 +13,11 @@ from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 
 from nhgd.data_parallel import Alone, Team
 from nhgd.errors import InputError, NhgdError, PeerError, RunError
-from nhgd.execution.distributed.address import is_local, keep_store, stay_local
+from nhgd.execution.distributed.address import find_store, is_local, keep_store, stay_local
 from nhgd.execution.distributed.client import Client
 from nhgd.execution.distributed.messages import Messenger, lost
 from nhgd.execution.distributed.roles import Roles
@@ -26,7 +26,9 @@ from nhgd.execution.group import Group, Report
 from nhgd.variable import Variable
 
 T = TypeVar("T")
-ARRIVAL_SECONDS = 30.0  # that processes may take to start, at least
+START_SECONDS = 10.0  # by which some processes may take longer to start than others, beside the timeout
+WATCHED_START_SECONDS = 30.0  # the same where all are of one machine, and an agent sees those that die or are paused
+CONNECTING_SECONDS = 5.0  # that it may take to connect those who have arrived, at least
 ROLL_CALL_SECONDS = 3.0  # for the others to say that they are there, after a wait for one of them has failed
 _joined = 0  # how often this process joined; the same everywhere, because all processes run the same program
 
@@ -35,8 +37,9 @@ _joined = 0  # how often this process joined; the same everywhere, because all p
 class Processes(Group):
     """The inner and the curvature ranks of a process group.
 
-    Every wait for another process has a time limit. When one is over, those that are left write into the store of the
-    process group that they are there, and who has not done so is named.
+    Every wait for another process has a time limit. The first one begins when this process has arrived, and is longer, because
+    others may take longer to start. When one is over, those that are left write into the store of the process group that they are
+    there, and who has not done so is named.
 
     Args:
         workers, curvature: how many share the inner loop, and how many keep curvature.
@@ -80,20 +83,22 @@ class Processes(Group):
         running = dist.is_initialized()
         self.rank, world = (dist.get_rank(), dist.get_world_size()) if running else self._place()
         self._roles = roles = Roles.of(world, *self.counts)  # before anyone waits for anyone
-        limit = max(self.timeout, ARRIVAL_SECONDS)
-        try:
-            given = dist.distributed_c10d._get_default_store() if running else _environment_store(self.rank, limit)
-            self._store = PrefixStore(f"nhgd/{_joined}", given)
-            self._store.set(f"here/{self.rank}", "")
-            if not running:
-                dist.init_process_group(
-                    _backend(), store=given, rank=self.rank, world_size=world, timeout=timedelta(seconds=limit)
-                )
-            self._connect(theta.device, limit)
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, NhgdError):
-                raise
-            raise self._absence(limit) from error
+        limit = self.timeout + (WATCHED_START_SECONDS if _is_watched() and not running else START_SECONDS)
+        began = time.monotonic()
+        self._store = PrefixStore(f"nhgd/{_joined}", given := self._found_store(running, limit))
+        self._arrive(limit, max(self.timeout, limit - (time.monotonic() - began)))
+        patience = max(self.timeout, CONNECTING_SECONDS)
+        errors: list[Exception] = []
+
+        def connect() -> bool:
+            try:
+                self._connect(theta.device, None if running else given, timedelta(seconds=patience))
+            except (RuntimeError, ValueError) as error:
+                errors.append(error)
+            return not errors
+
+        if not _within(patience + 1.0, connect):  # torch waits for the answers of a store without a limit
+            raise self._unconnected(patience) from (errors[0] if errors else None)
         team = self._groups[-1] if roles.workers > 1 and not self.serves else None
         self.team = Alone() if team is None else Team.of(team, self.timeout)
 
@@ -110,9 +115,66 @@ class Processes(Group):
             stay_local(os.environ)
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    def _connect(self, device: torch.device, limit: float) -> None:
-        """Groups of everybody, of everybody on NCCL, and of the inner ranks. Their waits have a shorter limit, given there."""
-        patience = timedelta(seconds=limit)
+    def _found_store(self, running: bool, limit: float) -> Any:
+        """Where processes leave words for each other: of the process group that runs, or what the environment names."""
+        if running:
+            return dist.distributed_c10d._get_default_store()
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if self.rank == 0 and not _agent_keeps_store():
+            try:
+                store = keep_store(host, port, self.timeout, shared=True)
+            except (RuntimeError, OSError) as error:
+                raise RunError(
+                    f"{self.roles.called(0)} cannot listen at {host}:{port}. Set MASTER_ADDR to an address of its machine, and"
+                    " MASTER_PORT to a port that is free."
+                ) from error
+        else:
+            store = _within(limit + 1.0, lambda: find_store(host, port, limit))
+            if store is None:
+                raise self._unreachable(limit)
+        return PrefixStore(f"nhgd/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+    def _arrive(self, limit: float, left: float) -> None:
+        """Wait until all others are there too, for as many seconds as are left of a limit."""
+        names = {other: f"here/{other}" for other in range(self.roles.world) if other != self.rank}
+
+        def missing() -> list[int]:
+            self._store.set(f"here/{self.rank}", "")
+            with suppress(RuntimeError):  # the time is over
+                self._store.wait(list(names.values()), timedelta(seconds=left))
+                return []
+            return [other for other, name in names.items() if not self._store.check([name])]
+
+        found = _within(left + 1.0, missing)
+        if found is None:
+            raise self._unreachable(limit)
+        if found:
+            raise self._absent(found, limit)
+
+    def _absent(self, ranks: Sequence[int], limit: float) -> PeerError:
+        names = " and ".join(map(self.roles.called, ranks))
+        return PeerError(
+            f"{names} did not arrive within {limit:g} s. Start all processes at once, or allow more time, such as"
+            f" timeout={max(120, 4 * round(limit))}.",
+            ranks[0],
+            self.roles.role(ranks[0]),
+            limit,
+        )
+
+    def _unreachable(self, limit: float) -> RunError:
+        """Why the store does not answer: its keeper is not there."""
+        if not _agent_keeps_store():
+            return self._absent([0], limit)
+        return RunError(
+            f"The store of the agent at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where the processes meet, could"
+            f" not be reached within {limit:g} s. Look at the network between the machines."
+        )
+
+    def _connect(self, device: torch.device, store: Any, patience: timedelta) -> None:
+        """Start torch.distributed where a store is given; groups of everybody, of everybody on NCCL, and of the inner ranks."""
+        if store is not None:
+            world = self.roles.world
+            dist.init_process_group(_backend(), store=store, rank=self.rank, world_size=world, timeout=patience)
         everybody = dist.new_group(backend="gloo", timeout=patience)
         on_device = dist.new_group(backend="nccl") if device.type == "cuda" and "nccl" in _backend() else None
         self._groups = [group for group in (everybody, on_device) if group is not None]
@@ -121,30 +183,27 @@ class Processes(Group):
             self._groups.append(dist.new_group(list(self.roles.inner), backend=kind, timeout=patience))
         self.messenger = Messenger(everybody, on_device, self.roles, self.rank, self.timeout)
 
-    def _absence(self, limit: float) -> RunError:
-        """Why the processes could not be connected: who was not there."""
+    def _unconnected(self, limit: float) -> PeerError:
+        """Why processes that have all arrived could not be connected: who is not there any more, or the network."""
         others = [other for other in range(self.roles.world) if other != self.rank]
-        found = _within(2.0, lambda: [o for o in others if not self._store.check([f"here/{o}"])])
-        if found is None and self.rank and not _agent_keeps_store():
-            found = [0]  # which keeps the store that does not answer
-        if not found:
-            return RunError(
-                f"The processes could not be connected within {limit:g} s: look at the network between them, and whether"
-                f" {os.environ.get('MASTER_ADDR', 'the store')} can be reached. Allow more time by timeout."
-            )
-        names = " and ".join(map(self.roles.called, found))
-        return PeerError(
-            f"{names} did not arrive within {limit:g} s. Start all processes at once, or allow more time, such as timeout=120.",
-            found[0],
-            self.roles.role(found[0]),
+        names = " and ".join(map(self.roles.called, others))
+        unknown = PeerError(
+            f"{names} arrived, but could not be connected to {self.roles.called(self.rank)} within {limit:g} s. Look at"
+            " the network between them, and at GLOO_SOCKET_IFNAME.",
+            others[0] if len(others) == 1 else None,
+            self.roles.role(others[0]) if len(others) == 1 else None,
             limit,
         )
+        found = _within(ROLL_CALL_SECONDS + 1.0, lambda: self._roll_call(unknown))
+        if found is None and self.rank and not _agent_keeps_store():
+            return lost(self.roles, [0], limit)  # which keeps the store that does not answer
+        return found or unknown
 
     def agreed(self, settings: dict[str, Any]) -> dict[str, Any]:
         """The first process's settings, on all of them."""
         if self.messenger is None:
             return settings
-        length, limit = torch.tensor(0), max(self.timeout, ARRIVAL_SECONDS)
+        length = torch.tensor(0)
         written = torch.frombuffer(bytearray(json.dumps(settings).encode()), dtype=torch.uint8)
         if self.rank == 0:
             length.fill_(written.numel())
@@ -153,9 +212,11 @@ class Processes(Group):
                 given = (
                     length if step == 0 else written if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
                 )
-                dist.broadcast(given, 0, group=self.messenger.group, async_op=True).wait(timedelta(seconds=limit))
+                dist.broadcast(given, 0, group=self.messenger.group, async_op=True).wait(
+                    timedelta(seconds=self.timeout)
+                )
         except RuntimeError as error:
-            raise lost(self.roles, [0], limit) from error
+            raise lost(self.roles, [0], self.timeout) from error
         found: dict[str, Any] = json.loads(given.numpy().tobytes())
         return found
 
@@ -232,18 +293,13 @@ def _destroy(groups: Sequence[Any]) -> None:
         dist.destroy_process_group(group)
 
 
-def _environment_store(rank: int, limit: float) -> Any:
-    """The store that the environment names. The agent that started the processes keeps it, or the first of them."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if rank == 0 and not _agent_keeps_store():
-        store = keep_store(host, port, limit, shared=True)
-    else:
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit), wait_for_workers=False)
-    return PrefixStore(f"nhgd/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
 def _agent_keeps_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _is_watched() -> bool:
+    """Whether all processes are of this machine, and their agent sees one that dies before it has arrived."""
+    return _agent_keeps_store() and is_local(os.environ["MASTER_ADDR"])
 
 
 def _backend() -> str:

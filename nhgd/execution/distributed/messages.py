@@ -105,12 +105,10 @@ class Messenger:
             works.append(self._isend(data, target, tag, self.device_group if on_device else self.group))
         return works
 
-    def receive(
-        self, source: int, tag: Tag, device: torch.device | None = None, timeout: float | None = None
-    ) -> Message:
+    def receive(self, source: int, tag: Tag, device: torch.device | None = None) -> Message:
         """The next message of another process; its bytes come to `device` where they are on a GPU."""
         head = torch.empty(4, dtype=torch.int64)
-        self._irecv(head, source, tag, self.group, timeout)
+        self._irecv(head, source, tag, self.group)
         word, number, length, size = head.tolist()
         text: dict[str, Any] = {}
         if length:
@@ -138,7 +136,7 @@ class Messenger:
     def wait(self, works: Sequence[Any], other: int) -> None:
         """Until what was sent to another process has arrived there."""
         for work in works:
-            self._wait(work, other, self.timeout)
+            self._wait(work, other)
 
     def _isend(self, tensor: Tensor, target: int, tag: Tag, group: Any) -> Any:
         try:
@@ -146,15 +144,15 @@ class Messenger:
         except RuntimeError as error:
             raise self._lost(target, None) from error
 
-    def _irecv(self, tensor: Tensor, source: int, tag: Tag, group: Any, timeout: float | None = None) -> None:
+    def _irecv(self, tensor: Tensor, source: int, tag: Tag, group: Any) -> None:
         try:
             work = dist.irecv(tensor, source, group=group, tag=tag)
         except RuntimeError as error:
             raise self._lost(source, None) from error
-        self._wait(work, source, self.timeout if timeout is None else timeout)
+        self._wait(work, source)
 
-    def _wait(self, work: Any, other: int, seconds: float) -> None:
-        began = time.monotonic()
+    def _wait(self, work: Any, other: int) -> None:
+        began, seconds = time.monotonic(), self.timeout
         try:
             done = work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:  # what gloo raises when the time is over, and when a connection is closed

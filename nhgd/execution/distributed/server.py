@@ -25,7 +25,6 @@ from nhgd.record import InnerRecord
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
-FIRST_SECONDS = 60.0  # that the first message of a run may take, at least
 UNREAD = 32  # messages to an inner rank, of which it has read the oldest by now
 
 
@@ -110,11 +109,9 @@ class Server:
 
     def _receive(self) -> None:
         """In the thread: until the end of a run, or the loss of a process."""
-        seconds: float | None = max(FIRST_SECONDS, self._messenger.timeout)
         try:
             while True:
-                message = self._take(0, seconds)
-                seconds = None
+                message = self._take(0)
                 found = self._complete(message) if message.word == Word.RECORD else message
                 with self._changed:
                     if isinstance(found, Message) and found.number and found.word >= Word.SOLVE:
@@ -129,8 +126,8 @@ class Server:
                 self._waiting.append(error)
                 self._changed.notify_all()
 
-    def _take(self, inner: int, seconds: float | None = None) -> Message:
-        found = self._messenger.receive(inner, Tag.ORDERS, self._device, seconds)
+    def _take(self, inner: int) -> Message:
+        found = self._messenger.receive(inner, Tag.ORDERS, self._device)
         self._received[inner] += 1
         return found
 
