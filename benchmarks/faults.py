@@ -50,6 +50,7 @@ QUADRATIC = (
 )  # quick to start
 EVERY = 5  # outer steps between two checkpoints
 MANY, FEW = 1_000_000, 40  # outer steps: of a run that is harmed on its way, and of one that is harmed at its end
+STORE_PORT = 29555  # where processes meet that a network connects
 DRAFT = ".draft-"  # how the folder of a checkpoint is called while it is written
 PHASES = ("starting", "running", "writing", "ending")
 _numbers = itertools.count()
@@ -210,13 +211,13 @@ def distributed(settings: Sequence[str]) -> list[str]:
     return ["--execution", "distributed", *(part for setting in settings for part in ("--set", setting))]
 
 
-def limit(timeout: float, kind: str, phase: str) -> float:
+def limit(timeout: float) -> float:
     """Seconds in which a harmed run must have ended.
 
     A dead process is seen at once, and a silent one after the timeout. Then the others are given seconds to say why they fail,
-    and to end. A wire that is cut before the processes have met is noticed when they do not meet in time.
+    and to end. Those who are not connected yet begin to wait when they have started, which is not counted.
     """
-    return timeout + 15 if kind != "cut" or phase in ("running", "writing") else timeout + 45
+    return timeout + 15
 
 
 def harmed(
@@ -243,7 +244,7 @@ def harmed(
         except ProcessLookupError:
             was_there = False  # it had ended
         after = round(time.monotonic() - began, 2)
-        found = trial.end(limit(timeout, kind, phase))
+        found = trial.end(limit(timeout))
         for pid in trial.known:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)  # nobody, unless the trial has failed
@@ -301,7 +302,7 @@ def cut_off(moment: Moment, timeout: float, resume: Sequence[str] = ()) -> dict[
                 WORLD_SIZE="2",
                 LOCAL_WORLD_SIZE="1",
                 MASTER_ADDR="10.231.77.1",
-                MASTER_PORT="29555",
+                MASTER_PORT=str(STORE_PORT),
                 GLOO_SOCKET_IFNAME=wire,
             )
             for rank, (name, wire) in enumerate(zip(names, (ours, theirs), strict=True))
@@ -311,9 +312,11 @@ def cut_off(moment: Moment, timeout: float, resume: Sequence[str] = ()) -> dict[
         was_there = any(process.poll() is None for process in started)
         _ip("-n", names[0], "link", "set", ours, "down")
         after, cut = round(time.monotonic() - began, 2), time.monotonic()
+        wait_for_arrivals(started)
+        arrived = time.monotonic()
         ends = []
         for process in started:
-            left = max(1.0, limit(timeout, "cut", phase) - (time.monotonic() - cut))
+            left = max(1.0, limit(timeout) - (time.monotonic() - arrived))
             ends.append(ended(process, left, Path(folder), moment.steps))
         return {
             "kind": "cut",
@@ -323,7 +326,8 @@ def cut_off(moment: Moment, timeout: float, resume: Sequence[str] = ()) -> dict[
             "after": after,
             "was_there": was_there,
             "timeout": timeout,
-            "seconds": round(time.monotonic() - cut, 2),
+            "starting_seconds": round(arrived - cut, 2),
+            "seconds": round(time.monotonic() - arrived, 2),
             "ranks": ends,
             "left": [rank for rank, process in enumerate(started) if Path(f"/proc/{process.pid}").exists()],
             "resumed_by": " ".join(resume) or "one process",
@@ -331,23 +335,45 @@ def cut_off(moment: Moment, timeout: float, resume: Sequence[str] = ()) -> dict[
         }
 
 
+def wait_for_arrivals(processes: Sequence[subprocess.Popen[bytes]], limit: float = 120.0) -> None:
+    """Until each process has ended, or a socket of its network namespace shows that it has started and calls the others."""
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline and not all(p.poll() is not None or calls(p.pid) for p in processes):
+        time.sleep(0.02)
+
+
+def calls(pid: int) -> bool:
+    """Whether a socket in the namespace of a process has the port of the store at one of its ends."""
+    with suppress(OSError):
+        text = "".join(Path(f"/proc/{pid}/net/{table}").read_text() for table in ("tcp", "tcp6"))
+        lines = [line.split() for line in text.splitlines()]
+        return any(end.endswith(f":{STORE_PORT:04X}") for line in lines for end in line[1:3])
+    return False
+
+
 def good(row: dict[str, Any]) -> bool:
-    """Whether a trial ended as it should: in time, nobody left, resumable; with exit code 1 and the culprit named, or with
-    exit code 0 where the run was done."""
+    """Whether a trial ended as it should: in time, nobody left, resumable; with exit code 1 and the culprit and the checkpoint
+    named, or with exit code 0 where the run was done."""
     if row["left"] or not row["resumed"]:
         return False
+    if not row["was_there"] and row["meant"] != "ending":
+        return False  # it had failed before it was harmed
+    kept = row["phase"] != "starting"
     if row["kind"] != "cut":
-        return not row["hung"] and (row["done"] if row["code"] == 0 else _named(row, row["rank"]))
+        return not row["hung"] and (row["done"] if row["code"] == 0 else _named(row, row["rank"], kept))
     # Of two that are cut off from each other at the end, one may have all it needs and the other not.
     at_the_end = row["meant"] == "ending"
     return all(
-        not end["hung"] and (at_the_end and (end["done"] or rank > 0) if end["code"] == 0 else _named(end, 1 - rank))
+        not end["hung"]
+        and (at_the_end and (end["done"] or rank > 0) if end["code"] == 0 else _named(end, 1 - rank, kept))
         for rank, end in enumerate(row["ranks"])
     )
 
 
-def _named(end: dict[str, Any], rank: int) -> bool:
-    return end["code"] == 1 and f"Rank {rank} " in str(end["sentence"])
+def _named(end: dict[str, Any], rank: int, kept: bool) -> bool:
+    """Whether a sentence names the rank, and the last checkpoint where there was one."""
+    sentence = str(end["sentence"])
+    return end["code"] == 1 and f"Rank {rank} " in sentence and (not kept or "The last good checkpoint is" in sentence)
 
 
 def tried(kind: str, number: int, seed: int, timeout: float) -> dict[str, Any]:

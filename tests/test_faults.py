@@ -13,14 +13,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.faults import QUADRATIC, Moment, Trial, cut_off, distributed, good, harmed
+from benchmarks.faults import QUADRATIC, Moment, Trial, command, cut_off, distributed, good, harmed, start
+from nhgd._solution import CLOCKED
 from nhgd.checkpoint import SavedCheckpoint, exists
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
 TIMEOUT = 3.0
+
+
+def history(checkpoint: Path) -> list[dict[str, Any]]:
+    """The rows of a run that is kept, without clocks and what depends on them."""
+    rows = SavedCheckpoint(checkpoint).history(torch.device("cpu"))
+    return [{k: x for k, x in row.items() if k not in (*CLOCKED, "bytes_sent", "lag")} for row in rows]
 
 
 def test_a_killed_curvature_rank_ends_the_run_and_a_restart_goes_on_from_the_checkpoint(tmp_path):
@@ -37,6 +46,10 @@ def test_a_killed_curvature_rank_ends_the_run_and_a_restart_goes_on_from_the_che
     assert "Starting again, 1 of 1." in said
     assert "Resuming from" in said
     assert not trial.left()
+    unharmed = start(command(QUADRATIC, tmp_path / "unharmed", 100))
+    _, err = unharmed.communicate(timeout=120)
+    assert unharmed.returncode == 0, err.decode()
+    assert history(trial.checkpoint) == history(tmp_path / "unharmed")  # bit for bit
 
 
 def test_a_paused_inner_rank_is_noticed_in_time_and_nobody_is_left(tmp_path):
@@ -107,20 +120,21 @@ def test_a_rank_that_hangs_before_it_has_met_the_others_is_named():
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("ip") is None, reason="network namespaces take root and iproute2")
-def test_a_cut_network_is_noticed_on_both_sides():
-    row = cut_off(Moment("running", 0.5), TIMEOUT)
+@pytest.mark.parametrize("phase", ["starting", "running"])
+def test_a_cut_network_is_noticed_on_both_sides(phase):
+    row = cut_off(Moment(phase, 0.5), TIMEOUT)
     assert good(row), row
 
 
 @pytest.mark.slow
 def test_torchrun_starts_again_and_goes_on(tmp_path):
     checkpoint = tmp_path / "checkpoint"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "nhgd", "run", "cleaning"]
-    command += ["--preset", "quick", "--method", "nhgd", "--device", "cpu", "--steps", "120", "--json", "--resume"]
-    command += [*distributed([f"timeout={TIMEOUT}"]), "--checkpoint", str(checkpoint), "--checkpoint-every", "5"]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "nhgd", "run", "cleaning"]
+    words += ["--preset", "quick", "--method", "nhgd", "--device", "cpu", "--steps", "120", "--json", "--resume"]
+    words += [*distributed([f"timeout={TIMEOUT}"]), "--checkpoint", str(checkpoint), "--checkpoint-every", "5"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
     deadline = time.monotonic() + 90
     while not exists(checkpoint) and time.monotonic() < deadline:
         time.sleep(0.05)
