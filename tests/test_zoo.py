@@ -18,6 +18,7 @@ from benchmarks.zoo.run import START, equivalents, judged, run, run_on
 from benchmarks.zoo.runs import Key, key_of, keys, read
 from benchmarks.zoo.table import cell, table
 from benchmarks.zoo.words import numbers
+from nhgd.oracle import Oracle
 
 
 @pytest.fixture
@@ -37,38 +38,50 @@ def test_a_problem_is_the_same_for_the_same_seed_and_another_for_another(name):
     assert torch.equal(first.problem.v.flat(), again.problem.v.flat())
 
 
-# The loss on held-out samples is differentiated in v, by the implicit formula at the end of the inner problem, and compared with
-# what happens to it when v is moved and the inner problem run on again.
+def end(problem: nhgd.Bilevel, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The gradient after running on, and then by Newton's steps, to the very end."""
+    run_on(problem, batch, 2000)
+    for _ in range(2):
+        at = Oracle(problem, [batch])
+        problem.theta.assign(problem.theta.flat() - torch.linalg.solve(at.dense(), at.gradient()))
+    return Oracle(problem, [batch]).gradient().norm()
+
+
+# The outer loss is differentiated in v by the implicit formula where the inner problem ends, and compared with what becomes of it
+# when v is moved and the inner problem solved again. Left out are networks for which Newton's steps are dear.
+DEAR = ("class-weights", "label-cleaning", "augmentation", "sinusoids")
+
+
 @pytest.mark.usefixtures("doubles")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n == "ridges" else n for n in CASES if n not in DEAR],
+)
 def test_the_exact_hypergradient_of_a_problem_is_that_of_finite_differences(name):
     case = CASES[name](0, None)
     problem, inner = case.problem, case.training_batch
     outer = case.outer.take(torch.arange(case.outer.samples))
-    settings = {"iterations": 3000}
-    assert run_on(problem, inner, **settings) < 1e-5
-    start = problem.theta.flat()
+    assert end(problem, inner) < 1e-8
+    start, v = problem.theta.flat(), problem.v.flat()
     found = torch.cat([g.reshape(-1) for g in nhgd.hypergradient(problem, inner, outer, inverse="exact").leaves])
-    v = problem.v.flat()
-    direction = found / found.norm()
     values = []
     for sign in (1, -1):
         problem.theta.assign(start)
-        problem.v.assign(v + sign * 1e-4 * direction)
-        run_on(problem, inner, **settings)
+        problem.v.assign(v + sign * 1e-4 * found / found.norm())
+        end(problem, inner)
         with problem.guarded(seed=0), torch.no_grad():
             values.append(float(problem.outer_value(outer)))
-    assert (values[0] - values[1]) / 2e-4 == pytest.approx(float(found.norm()), rel=1e-2)
+    assert (values[0] - values[1]) / 2e-4 == pytest.approx(float(found.norm()), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_problem_takes_a_step_of_every_rival_and_is_judged(name):
-    for method in ("aid-identity", "itd", "soba"):
-        case = CASES[name](0, None)
-        record = run(lambda seed, file, case=case: case, method, 0, 0.01, share=0.02)
-        assert record["failed"] is None
-        assert record["gradient_equivalents"] >= 0.02 * case.budget - 1
-        assert math.isfinite(record["held_out_loss"])
+def test_a_problem_is_run_within_its_budget_and_judged(name):
+    case = CASES[name](0, None)
+    record = run(lambda seed, file: case, "itd", 0, 0.01, share=0.02, iterations=5)
+    assert record["failed"] is None
+    assert 0.02 * case.budget - 1 <= record["gradient_equivalents"] < 0.02 * case.budget + 4 * case.inner_steps
+    assert math.isfinite(record["held_out_loss"])
+    assert ("held_out_score" in record) == (case.score is not None)
 
 
 def test_the_head_of_the_representation_has_the_backbone_of_2728_numbers():

@@ -28,6 +28,7 @@ class Case:
         inner_steps, inner_lr: of every method.
         outer_steps: the budget, as outer steps of a method that takes one gradient and one cross product after its inner
             steps, on one more batch.
+        project_v: the box v is kept in.
         score: (theta, v, batch) -> the part of the samples that are classified as they should be, where there are classes.
         adapted: where theta belongs to the samples themselves: batch -> a problem whose theta is theirs, and its inner batch.
     """
@@ -40,6 +41,7 @@ class Case:
     inner_lr: float
     inner_steps: int = 10
     outer_steps: int = 60
+    project_v: tuple[float, float] | None = None
     score: Callable[[Any, Any, Batch], float] | None = None
     adapted: Callable[[Batch], tuple[nhgd.Bilevel, Batch]] | None = None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import torch
+from torch import nn
 
 import nhgd
 from benchmarks.zoo.case import Batch, Builder, Case
@@ -49,7 +50,7 @@ def run_on(problem: nhgd.Bilevel, batch: Batch, iterations: int = 300) -> float:
     """Train theta to its end at this v, by L-BFGS on all samples; the norm of the gradient there."""
     leaves = [leaf.detach().clone().requires_grad_() for leaf in problem.theta.leaves]
     optimizer = torch.optim.LBFGS(
-        leaves, max_iter=iterations, tolerance_grad=1e-9, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+        leaves, max_iter=iterations, tolerance_grad=1e-10, tolerance_change=1e-20, line_search_fn="strong_wolfe"
     )
 
     def closure() -> torch.Tensor:
@@ -68,23 +69,29 @@ def run_on(problem: nhgd.Bilevel, batch: Batch, iterations: int = 300) -> float:
 
 @torch.no_grad()
 def settle_buffers(problem: nhgd.Bilevel, batch: Batch) -> None:
-    """Let the running statistics of BatchNorm, which the outer loss sees, follow theta."""
-    if isinstance(problem.theta.given, torch.nn.Module) and any(True for _ in problem.theta.given.buffers()):
-        for _ in range(50):
-            problem.objective(batch)
+    """Make the running statistics of BatchNorm, which the outer loss sees, those of all samples at this theta."""
+    given = problem.theta.given
+    found = given.modules() if isinstance(given, nn.Module) else ()
+    layers = [(module, module.momentum) for module in found if isinstance(module, nn.BatchNorm2d)]
+    if layers:
+        for module, _ in layers:
+            module.momentum = 1.0
+        problem.objective(batch)
+        for module, momentum in layers:
+            module.momentum = momentum
 
 
-def judged(case: Case) -> Record:
+def judged(case: Case, iterations: int = 300) -> Record:
     """The outer loss at this v on the samples that choose and on those that count, the inner problem run on."""
     found: Record = {}
     for name, batch in (("selection", case.selection), ("held_out", case.held_out)):
         if case.adapted is not None:
             problem, inner = case.adapted(batch)
-            found["inner_gradient"] = run_on(problem, inner)
+            found["inner_gradient"] = run_on(problem, inner, iterations)
         else:
             problem = case.problem
             if name == "selection":
-                found["inner_gradient"] = run_on(problem, case.training_batch)
+                found["inner_gradient"] = run_on(problem, case.training_batch, iterations)
         with problem.guarded(seed=0), torch.no_grad():
             found[f"{name}_loss"] = float(problem.outer_value(batch))
             if case.score is not None:
@@ -94,7 +101,13 @@ def judged(case: Case) -> Record:
 
 
 def run(
-    builder: Builder, method: str, seed: int, outer_lr: float, digits: Path | None = None, share: float = 1.0
+    builder: Builder,
+    method: str,
+    seed: int,
+    outer_lr: float,
+    digits: Path | None = None,
+    share: float = 1.0,
+    iterations: int = 300,
 ) -> Record:
     """Solve and judge.
 
@@ -105,6 +118,7 @@ def run(
         outer_lr: Adam's.
         digits: where to read them from.
         share: of the problem's own budget.
+        iterations: of the optimiser that trains theta to its end.
     """
     case = builder(seed, digits)
     record: Record = {"failed": None, "warnings": {}}
@@ -122,6 +136,7 @@ def run(
                     inner_lr=case.inner_lr,
                     outer_optimizer=torch.optim.Adam,
                     outer_lr=outer_lr,
+                    project_v=case.project_v,
                     seed=seed,
                 )
                 record |= solved(solver, round(share * case.budget))
@@ -130,7 +145,7 @@ def run(
     record["cpu_seconds"] = time.process_time() - began
     record["warnings"] = dict(Counter(f"{item.category.__name__}: {item.message}"[:300] for item in said))
     if record["failed"] is None:
-        record |= judged(case)
+        record |= judged(case, iterations)
     return record
 
 
