@@ -35,6 +35,7 @@ from nhgd._recording.recorder import Recorder
 from nhgd.algorithm import NHGD
 from nhgd.execution import AbstractExecutor, Inline, Stream
 from nhgd.inverse import KFAC, AbstractInverse, FisherDense, Identity, Learned
+from nhgd.inverse.capabilities import begun
 from nhgd.oracle import Oracle
 
 DEVICE = torch.device("cuda")
@@ -136,7 +137,7 @@ class Alone:
         self.records = [self.recorder.step(next(self.batches)).record for _ in range(self.steps)]
 
     def step(self) -> None:
-        self.state = self.inverse.begin(self.state)
+        self.state = begun(self.inverse, self.state)
         for record in self.records:
             assert record is not None
             self.state = self.inverse.observe(self.state, record)

@@ -24,6 +24,7 @@ from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import implicit, measured
 from nhgd.inverse import INVERSES, AbstractInverse, resolve
 from nhgd.inverse._learned.learning import learn
+from nhgd.inverse.capabilities import label
 from nhgd.losses import check_weight
 from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
@@ -168,7 +169,7 @@ def _report(
     if not asked:
         raise InputError("inverses is empty. Name some, for example ['kfac', 'cg'], or omit it for all of them.")
     chosen = [resolve(i) for i in asked]
-    labels = [i if isinstance(i, str) else i.label for i in asked]
+    labels = [i if isinstance(i, str) else label(i) for i in asked]
     # Two of one kind are told apart by their settings.
     names = [n if labels.count(n) == 1 else repr(i) for n, i in zip(labels, asked, strict=True)]
 

@@ -14,6 +14,7 @@ from nhgd.inverse._learned.layers import layer_shapes
 from nhgd.inverse._learned.ring import factors_pay
 from nhgd.inverse.base import AbstractInverse, Learned
 from nhgd.inverse.broyden import Broyden
+from nhgd.inverse.capabilities import products
 from nhgd.inverse.ekfac import EKFAC
 from nhgd.inverse.exact import Exact
 from nhgd.inverse.fisher_dense import FisherDense
@@ -120,7 +121,8 @@ def largest(inverse: AbstractInverse | None, theta: Variable, samples: int, step
 @singledispatch
 def work(inverse: AbstractInverse, shape: Shape) -> Work:
     """What an inverse computes. Of one that is not known here: its Hessian products, with a few vectors around each."""
-    count = shape.numel if inverse.products is None else inverse.products
+    known = products(inverse)
+    count = shape.numel if known is None else known
     if not count:
         return Work(solve=[Operation("call", times=2)])
     return Work(solve=_products(count, shape))

@@ -33,6 +33,7 @@ from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import implicit, measured
 from nhgd.inverse import AbstractInverse
 from nhgd.inverse import resolve as resolve_inverse
+from nhgd.inverse.capabilities import begun, couples, needs_record
 from nhgd.losses import Losses
 from nhgd.objective import NO_TAP, Objective, OracleCalls
 from nhgd.oracle import Oracle
@@ -110,7 +111,7 @@ class Observer:
         self._recorder: Recorder | None = None
         if self._learner is not None:
             learner = self._learner
-            self._recorder = Recorder(problem, learner.records, learner.fisher, couples=learner.couples)
+            self._recorder = Recorder(problem, learner.records, learner.fisher, couples=couples(learner))
 
     def __enter__(self) -> Observer:
         if self._recorder is not None and self._recorder.taps.layers:
@@ -232,7 +233,7 @@ class Observer:
 
     def _recorder_due(self) -> Recorder | None:
         """What records this step, where the inverse takes its record."""
-        due = self._learner is not None and self._learner.needs_record(self.steps)
+        due = self._learner is not None and needs_record(self._learner, self.steps)
         return self._recorder if due else None
 
     def _begin(self) -> None:
@@ -240,7 +241,7 @@ class Observer:
         if not self._begun:
             self._begun = True
             if self._learner is not None:
-                self.state = self._learner.begin(self.state)
+                self.state = begun(self._learner, self.state)
 
     def _loss(self, value: Tensor, gradient: Sequence[Tensor], record: InnerRecord | None) -> Tensor:
         """A loss whose gradient is known, and that is observed once it was asked for it."""

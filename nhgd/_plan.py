@@ -19,6 +19,7 @@ from nhgd._validation import validated
 from nhgd.data.batch import Batch, common_length, move
 from nhgd.errors import InputError, NhgdError
 from nhgd.inverse import INVERSES, AbstractInverse, FisherWindow, resolve
+from nhgd.inverse.capabilities import warnings_for
 from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
 
@@ -118,7 +119,7 @@ def plan(
         notes = []
         if free is not None and size > free:
             notes.append(f"does not fit: {readable(free)} free")
-        notes.extend(inverse.warnings_for(theta))
+        notes.extend(warnings_for(inverse, theta))
         notes.extend(_full_window(inverse, shape, prices))
         solve = prices.of(found.solve)
         rows.append(

@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import nhgd
 from nhgd._recording.recorder import Recorder
+from nhgd.inverse.capabilities import warnings_for
 from nhgd.objective import Objective
 from tests import oracles
 from tests.catalogue import cross_entropy, normal
@@ -254,7 +255,7 @@ def test_a_parametrised_layer_is_computed_once_a_step(tensor: str) -> None:
     count = noise.calls
     for inverse in (nhgd.inverse.KFAC(), nhgd.inverse.FisherWindow()):
         inverse.memory(problem.theta)
-        inverse.warnings_for(problem.theta)
+        warnings_for(inverse, problem.theta)
     nhgd.algorithm.NHGD().prepared(problem)
     assert noise.calls == count
 

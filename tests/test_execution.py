@@ -19,6 +19,7 @@ from nhgd.execution import AbstractExecutor, Device, Inline, Stream, Thread, res
 from nhgd.execution._queue import Launched
 from nhgd.execution.base import Traffic
 from nhgd.inverse import EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Identity, Refined
+from nhgd.inverse.capabilities import begun
 from nhgd.oracle import Oracle
 from nhgd.record import PerSampleGradients
 from tests import catalogue, oracles
@@ -107,7 +108,7 @@ class Deferred(AbstractExecutor):
     def state(self, wait=False):
         assert wait
         for record in self.waiting:
-            self.kept = self.learner.begin(self.kept) if record is None else self.learner.observe(self.kept, record)
+            self.kept = begun(self.learner, self.kept) if record is None else self.learner.observe(self.kept, record)
         self.waiting.clear()
         return self.kept, 0
 

@@ -17,6 +17,7 @@ from nhgd.inverse import fisher_window
 from nhgd.inverse._learned import gram, ring
 from nhgd.inverse._learned.learning import learn
 from nhgd.inverse._learned.ring import WindowState
+from nhgd.inverse.capabilities import preconditioner
 from nhgd.inverse.fisher_window import FisherWindow
 from nhgd.oracle import Oracle
 from nhgd.record import BatchGradient, PerSampleGradients
@@ -474,7 +475,7 @@ def test_solve_is_linear_symmetric_and_pure(l2: Any) -> None:
     xa, xb = inverse.apply(state, a, at)[0], inverse.apply(state, b, at)[0]
     torch.testing.assert_close(inverse.apply(state, 2 * a - b, at)[0], 2 * xa - xb)
     torch.testing.assert_close(a.dot(xb), b.dot(xa))
-    assert torch.equal(inverse.preconditioner(state, at)(a), xa)
+    assert torch.equal(preconditioner(inverse, state, at)(a), xa)
     for path, tensor in state.tensors().items():
         assert torch.equal(tensor, before.tensors()[path])
     assert at.calls.hvps == 0

@@ -13,10 +13,23 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import nhgd
-from nhgd.inverse import CG, AbstractInverse, Exact, FixedPoint, Identity, Neumann
+from nhgd._registry import summary
+from nhgd.inverse import (
+    CG,
+    AbstractInverse,
+    Exact,
+    FixedPoint,
+    Identity,
+    Iterative,
+    Learned,
+    Neumann,
+    SolveStats,
+    capabilities,
+)
 from nhgd.inverse._krylov.spectrum import largest_eigenvalue
 from nhgd.inverse._learned.learning import learn
 from nhgd.inverse._learned.state import State
+from nhgd.inverse.capabilities import preconditioner, warnings_for
 from nhgd.objective import OracleCalls
 from nhgd.oracle import Oracle
 from tests import oracles
@@ -56,8 +69,9 @@ def test_it_inverts_its_matrix(case: InverseCase, make: Make) -> None:
     if stats.residual is not None:
         true = float((oracles.hessian(problem, batch) @ x - u).norm() / u.norm())
         assert stats.residual == pytest.approx(true, abs=1e-7)
-    if inverse.products is not None:
-        assert stats.hvps <= inverse.products
+    most = capabilities.products(inverse)
+    if most is not None:
+        assert stats.hvps <= most
 
 
 @each_pair
@@ -117,7 +131,7 @@ def test_one_operator_serves_many_sides(case: InverseCase) -> None:
     inverse, problem, _, point, state = at_optimum(case, case.problems[0])
     if inverse.name == "refined":
         pytest.skip("its operator is that of the inverse inside")
-    apply = inverse.preconditioner(state, point)
+    apply = preconditioner(inverse, state, point)
     for _ in range(2):
         u = normal(problem.theta.numel)
         expected, _ = inverse.apply(state, u, point)
@@ -153,12 +167,12 @@ def test_the_state_survives_storage(case: InverseCase) -> None:
 def test_it_describes_itself(case: InverseCase) -> None:
     inverse = case.make()
     assert nhgd.inverse.INVERSES[inverse.name] is type(inverse)
-    assert inverse.summary().endswith(".")
+    assert summary(type(inverse)).endswith(".")
     problem, _, _ = case.problems[0]()
     assert inverse.memory(problem.theta) >= 0
     learner = inverse.learner
     assert learner is None or learner.records in ("batch", "raw", "sample", "layer")
-    assert all(isinstance(caution, str) for caution in inverse.warnings_for(problem.theta))
+    assert all(isinstance(caution, str) for caution in warnings_for(inverse, problem.theta))
     with pytest.raises(dataclasses.FrozenInstanceError):
         inverse.name = "other"  # type: ignore[misc]
     assert nhgd.inverse.resolve(inverse) is inverse
@@ -437,3 +451,49 @@ def test_products_are_counted_in_batches() -> None:
     split, two = Exact().solve(u, Oracle(problem, halves, outer_batch))
     torch.testing.assert_close(split, whole, rtol=1e-10, atol=1e-12)
     assert (one.hvps, two.hvps) == (6, 12)
+
+
+@pytest.mark.parametrize(("kind", "own"), [(Learned, 4), (Iterative, 1)])
+def test_the_seam_of_an_inverse_is_small(kind: type[AbstractInverse], own: int) -> None:
+    public = {n for n in dir(kind) if not n.startswith("_")} - {"name", "steps_field"}
+    assert len(public) <= 8, public
+    assert len(kind.__abstractmethods__) == own  # for a learned one `records`, `init`, `observe` and `solve`
+
+
+def test_what_an_inverse_does_not_say_holds_nevertheless() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Scaled(Learned[float]):
+        """The Fisher matrix taken as its mean diagonal."""
+
+        name = "scaled"
+        records = "sample"
+
+        def init(self, theta: Any) -> float:
+            return 0.0
+
+        def observe(self, state: float, record: Any) -> float:
+            return float(record.rows.square().mean())
+
+        def solve(self, state: float, u: Tensor, ridge: Any) -> tuple[Tensor, SolveStats]:
+            return u / (state + ridge.value), SolveStats(None, 0, True)
+
+    problem, batch, outer = settled(mlp_module)
+    inverse, point = Scaled(), Oracle(problem, [batch], outer)
+    state, u = learn(inverse, problem, [batch]), normal(problem.theta.numel)
+    x, _ = inverse.apply(state, u, point)
+    assert torch.equal(capabilities.preconditioner(inverse, state, point)(u), x)
+    assert capabilities.begun(inverse, state) == state
+    assert capabilities.needs_record(inverse, 1)
+    assert capabilities.couples(inverse)
+    assert not capabilities.reduces(inverse)
+    assert capabilities.label(inverse) == "scaled"
+    assert capabilities.products(inverse) == 0
+    assert capabilities.warnings_for(inverse, problem.theta) == []
+    refined = nhgd.inverse.Refined(inverse, steps=3)
+    assert capabilities.label(refined) == "refined(scaled, 3)"
+    assert capabilities.products(refined) == 3
+    assert torch.equal(capabilities.preconditioner(refined, state, point)(u), x)
+    other = nhgd.inverse.KFAC()
+    assert capabilities.with_learner(inverse, other) is other
+    assert capabilities.with_learner(refined, other).learner is other
+    assert capabilities.with_learner(CG(), other) == CG()

@@ -18,6 +18,7 @@ from nhgd.inverse import EKFAC, KFAC
 from nhgd.inverse._learned.eigenbasis import Basis, decomposed
 from nhgd.inverse._learned.learning import learn
 from nhgd.inverse._learned.statistics import second_moments
+from nhgd.inverse.capabilities import preconditioner
 from nhgd.inverse.ekfac import _carried
 from nhgd.oracle import Oracle
 from nhgd.ridge import Ridge
@@ -314,7 +315,7 @@ def test_damping_is_a_thousandth_of_the_mean_diagonal_where_there_is_no_ridge(in
 
 def matrix_of(inverse: Any, problem: nhgd.Bilevel, batch: Any) -> Tensor:
     """The matrix that is inverted, without the ridge, read off its inverse."""
-    solve = inverse.preconditioner(learn(inverse, problem, [batch]), nhgd.oracle.Oracle(problem, [batch]))
+    solve = preconditioner(inverse, learn(inverse, problem, [batch]), nhgd.oracle.Oracle(problem, [batch]))
     return torch.linalg.inv(torch.stack([solve(row) for row in eye(problem.theta.numel)])) - oracles.ridge_hessian(
         problem
     )
@@ -511,7 +512,7 @@ def test_solve_is_linear_symmetric_and_pure(inverse: Any) -> None:
     torch.testing.assert_close(inverse.apply(state, 2 * u - w, at)[0], 2 * x - y)
     torch.testing.assert_close(w @ x, u @ y)
     assert float(u @ x) > 0
-    many = inverse.preconditioner(state, at)
+    many = preconditioner(inverse, state, at)
     assert torch.equal(many(u), x)
     assert torch.equal(many(w), y)
     assert state.tensors().keys() == before.keys()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import nhgd
 from nhgd._recording.recorder import Recorder
 from nhgd._tree import map_tensors, tensors
-from nhgd.inverse import FisherDense, FisherWindow
+from nhgd.inverse import FisherDense, FisherWindow, capabilities
 from nhgd.likelihood import AbstractLikelihood
 from nhgd.objective import Objective, OracleCalls
 from nhgd.oracle import Oracle
@@ -967,7 +967,7 @@ def test_all_rows_are_of_one_dropout_mask(name: str) -> None:
 def test_blocks_between_layers_and_others_under_dropout(inverse: Any) -> None:
     problem, batch = weighing(DROPPING["norm"][0]().train(), normal(20, 3))
     state = torch.get_rng_state()
-    recorder = Recorder(problem, inverse.records, couples=inverse.couples)
+    recorder = Recorder(problem, inverse.records, couples=capabilities.couples(inverse))
     kept = inverse.observe(inverse.init(problem.theta), recorder.step(batch).record)
     rows = gone_through(problem, batch, state)
     if isinstance(inverse, FisherDense):
@@ -1022,8 +1022,8 @@ def test_k_fac_is_spared_the_passes_that_one_mask_takes() -> None:
         Recorder(problem, "layer", calls=calls, couples=couples).step(batch)
         counts[couples] = calls.inner_gradients
     assert counts == {True: 21, False: 2}
-    assert not nhgd.inverse.KFAC().couples
-    assert nhgd.inverse.Refined(FisherWindow()).learner.couples
+    assert not capabilities.couples(nhgd.inverse.KFAC())
+    assert capabilities.couples(nhgd.inverse.Refined(FisherWindow()).learner)
 
 
 # Passes that are counted.

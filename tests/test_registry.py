@@ -10,7 +10,7 @@ import pytest
 import nhgd
 from nhgd import _registry as registry
 from nhgd import hypergradients
-from nhgd._registry import GuestWarning, Registry
+from nhgd._registry import GuestWarning, Registry, summary
 from nhgd.inverse import CG, AbstractInverse, Identity, Iterative
 
 
@@ -145,9 +145,9 @@ def test_a_class_without_words_is_listed_by_its_name() -> None:
     class Silent(Guest):
         pass
 
-    assert Silent.summary() == "Silent"
+    assert summary(Silent) == "Silent"
     Silent.__doc__ = 5  # type: ignore[assignment]
-    assert Silent.summary() == "Silent"
+    assert summary(Silent) == "Silent"
 
 
 @pytest.mark.parametrize(

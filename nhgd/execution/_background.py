@@ -15,6 +15,7 @@ from nhgd.execution._queue import Launched, Queue
 from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
 from nhgd.inverse.base import AbstractInverse, Learned
+from nhgd.inverse.capabilities import begun
 from nhgd.record import InnerRecord
 from nhgd.variable import Variable
 
@@ -87,7 +88,7 @@ class AbstractBackground(AbstractExecutor):
 
         def work() -> None:
             wait()
-            queue.state = learner.begin(queue.state)
+            queue.state = begun(learner, queue.state)
 
         queue.put(work)
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeAlias, final
 from torch import Tensor
 
 from nhgd.inverse.base import AbstractInverse, Learned, SolveStats
+from nhgd.inverse.capabilities import label, with_learner
 from nhgd.record import FisherKind, InnerRecord, RecordKind
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
@@ -34,7 +35,7 @@ class RemoteInverse(Learned[Any]):
     @property
     def label(self) -> str:
         """That of the inverse."""
-        return self.inverse.label
+        return label(self.inverse)
 
     @property
     def records(self) -> RecordKind:
@@ -67,4 +68,4 @@ class RemoteInverse(Learned[Any]):
 def asking(inverse: AbstractInverse, ask: Ask) -> AbstractInverse:
     """The inverse as the inner loop sees it: with a learner that asks for what was learnt, if it has one."""
     learner = inverse.learner
-    return inverse if learner is None else inverse.with_learner(RemoteInverse(learner, ask))
+    return inverse if learner is None else with_learner(inverse, RemoteInverse(learner, ask))

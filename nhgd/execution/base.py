@@ -117,7 +117,7 @@ class AbstractExecutor(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """A new outer step begins: after the records before, `learner.begin` is due."""
+        """A new outer step begins: after the records before, `begun` is due (`nhgd.inverse.capabilities`)."""
 
     @abstractmethod
     def submit(self, record: InnerRecord) -> None:

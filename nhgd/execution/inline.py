@@ -10,6 +10,7 @@ from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
 from nhgd.execution.group import Group
 from nhgd.inverse._learned.division import SupportsDivision
 from nhgd.inverse.base import AbstractInverse
+from nhgd.inverse.capabilities import begun, reduces
 from nhgd.record import InnerRecord, gathered
 from nhgd.variable import Variable
 
@@ -40,13 +41,13 @@ class Inline(AbstractExecutor):
     def begin(self) -> None:
         """Tell the inverse that a new outer step begins."""
         if self.learner is not None:
-            self._state = self.learner.begin(self._state)
+            self._state = begun(self.learner, self._state)
 
     def submit(self, record: InnerRecord) -> None:
         """Fold the record in at once."""
         assert self.learner is not None
         with self._busy.running():
-            taken = record if self.learner.reduces else gathered(record)
+            taken = record if reduces(self.learner) else gathered(record)
             self._state = self.learner.observe(self._state, taken)
         self.traffic.records += 1
 

@@ -18,6 +18,7 @@ from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.base import Traffic
 from nhgd.inverse._learned.graph import SupportsGraph
 from nhgd.inverse.base import AbstractInverse
+from nhgd.inverse.capabilities import begun
 from nhgd.record import BatchGradient, InnerRecord
 from nhgd.variable import Variable
 
@@ -219,7 +220,7 @@ class Stream(AbstractBackground):
                 self._beginning = False
                 with torch.no_grad():
                     assert self.learner is not None
-                    self.queue.state = self.learner.begin(self.queue.state)
+                    self.queue.state = begun(self.learner, self.queue.state)
             if gathered:
                 self._launch_records(gathered, side)
         finally:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar, final
 
 from torch import Tensor
 
-from nhgd._registry import summary
 from nhgd._validation import Validated
 from nhgd.oracle import Oracle
 from nhgd.record import FisherKind, InnerRecord, RecordKind
@@ -49,16 +47,12 @@ class AbstractInverse(Validated, ABC):
     """A way to apply the inverse of the inner Hessian: a frozen dataclass of hyper-parameters.
 
     Derive from `Learned`, whose state follows the inner steps, or from `Iterative`, which has none. Whoever holds an inverse
-    of either kind, with the state of its `learner` if it has one, calls `apply`.
+    of either kind, with the state of its `learner` if it has one, calls `apply`. What else an inverse may have is in
+    `nhgd.inverse.capabilities`.
     """
 
     name: ClassVar[str]
     steps_field: ClassVar[str | None] = None  # the field that NAME-NUMBER sets, as in cg-40
-
-    @property
-    def label(self) -> str:
-        """A short name that tells it from others of its kind in a table."""
-        return self.name
 
     @property
     @abstractmethod
@@ -66,34 +60,12 @@ class AbstractInverse(Validated, ABC):
         """The part of it that learns from the inner steps, whose state it is applied with; None where nothing does."""
 
     @abstractmethod
-    def with_learner(self, learner: Learned[Any]) -> AbstractInverse:
-        """The same inverse with another part that learns; itself where nothing does."""
-
-    @abstractmethod
     def apply(self, state: Any, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """x close to H^{-1} u, (D,), at a point. `start` is a first guess, which those that iterate use."""
-
-    @abstractmethod
-    def preconditioner(self, state: Any, oracle: Oracle) -> Callable[[Tensor], Tensor]:
-        """u -> x for many right-hand sides at one point."""
 
     def memory(self, theta: Variable) -> int:
         """Bytes held by the state and by a solve, beyond the graph of one inner gradient: three vectors, unless it says more."""
         return vector_bytes(theta, 3)
-
-    @property
-    def products(self) -> int | None:
-        """How many Hessian products a solve takes at most; None when it depends on D."""
-        return 0
-
-    def warnings_for(self, theta: Variable) -> list[str]:
-        """What someone planning to use this inverse on theta should know, in a few words each."""
-        return []
-
-    @classmethod
-    def summary(cls) -> str:
-        """The first line of the docstring."""
-        return summary(cls)
 
 
 @dataclass(frozen=True)
@@ -114,33 +86,9 @@ class Learned(AbstractInverse, Generic[S]):
         """Of which Fisher matrix the records are."""
         return "empirical"
 
-    @property
-    def reduces(self) -> bool:
-        """Whether `observe` takes a record of some samples of a batch, its means by `batch_mean`.
-
-        Otherwise the record is gathered first, and it is handed that of the whole batch.
-        """
-        return False
-
-    @property
-    def couples(self) -> bool:
-        """Whether products of one parameter's rows with another's matter, so that rows must be gradients of samples.
-
-        Where not, a record may take them from two passes, and from the batch objective where BatchNorm couples the samples.
-        """
-        return True
-
     @abstractmethod
     def init(self, theta: Variable) -> S:
         """The state before any inner step."""
-
-    def begin(self, state: S) -> S:
-        """The state at the start of an outer step's inner loop; called once for each, before its first `observe`."""
-        return state
-
-    def needs_record(self, step: int) -> bool:
-        """Whether the record of this inner step is to be made at all; steps count from 0 over the whole run."""
-        return True
 
     @abstractmethod
     def observe(self, state: S, record: InnerRecord) -> S:
@@ -150,10 +98,6 @@ class Learned(AbstractInverse, Generic[S]):
     def solve(self, state: S, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         """x close to H^{-1} u, (D,), by what was learnt and the ridge."""
 
-    def operator(self, state: S, ridge: Ridge) -> Callable[[Tensor], Tensor]:
-        """u -> x for many right-hand sides; an inverse that factorises does so once, here."""
-        return lambda u: self.solve(state, u, ridge)[0]
-
     @final
     @property
     def learner(self) -> Learned[S]:
@@ -161,19 +105,9 @@ class Learned(AbstractInverse, Generic[S]):
         return self
 
     @final
-    def with_learner(self, learner: Learned[Any]) -> AbstractInverse:
-        """The other."""
-        return learner
-
-    @final
     def apply(self, state: S, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Solve with the ridge of the point; no start is needed."""
         return self.solve(state, u, oracle.ridge)
-
-    @final
-    def preconditioner(self, state: S, oracle: Oracle) -> Callable[[Tensor], Tensor]:
-        """The operator with the ridge of the point."""
-        return self.operator(state, oracle.ridge)
 
 
 @dataclass(frozen=True)
@@ -184,29 +118,15 @@ class Iterative(AbstractInverse):
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """x close to H^{-1} u, (D,), at a point, perhaps from a first guess."""
 
-    def operator(self, oracle: Oracle) -> Callable[[Tensor], Tensor]:
-        """u -> x for many right-hand sides at one point; an inverse that factorises does so once, here."""
-        return lambda u: self.solve(u, oracle)[0]
-
     @final
     @property
     def learner(self) -> None:
         """Nothing learns."""
 
     @final
-    def with_learner(self, learner: Learned[Any]) -> AbstractInverse:
-        """Itself: nothing learns."""
-        return self
-
-    @final
     def apply(self, state: Any, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Solve; there is no state."""
         return self.solve(u, oracle, start)
-
-    @final
-    def preconditioner(self, state: Any, oracle: Oracle) -> Callable[[Tensor], Tensor]:
-        """The operator at the point."""
-        return self.operator(oracle)
 
 
 def vector_bytes(theta: Variable, count: int = 1) -> int:

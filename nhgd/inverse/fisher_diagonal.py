@@ -22,7 +22,7 @@ from nhgd.inverse._learned.statistics import (
     step_of_mean,
 )
 from nhgd.inverse.base import SolveStats
-from nhgd.record import FisherKind, InnerRecord, LayerStatistics, RecordKind, batch_mean, batch_samples
+from nhgd.record import FisherKind, InnerRecord, LayerStatistics, batch_mean, batch_samples
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
@@ -91,21 +91,6 @@ class FisherDiagonal(Periodic[FisherDiagonalState]):
 
     def decompose(self, state: FisherDiagonalState) -> None:
         """There is nothing to decompose."""
-
-    @property
-    def records(self) -> RecordKind:
-        """Inputs and scores of the layers."""
-        return "layer"
-
-    @property
-    def reduces(self) -> bool:
-        """The diagonal is a sum over samples."""
-        return True
-
-    @property
-    def couples(self) -> bool:
-        """A diagonal has no products of two parameters."""
-        return False
 
     def _precision(self, theta: Variable) -> torch.dtype:
         return self.dtype or torch.promote_types(theta.dtype, torch.float32)

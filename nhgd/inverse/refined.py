@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, final
 
@@ -12,6 +11,7 @@ from nhgd._validation import counted, not_negative
 from nhgd.errors import InputError
 from nhgd.inverse._krylov.pcg import pcg
 from nhgd.inverse.base import AbstractInverse, Learned, SolveStats, vector_bytes
+from nhgd.inverse.capabilities import label, preconditioner, products, warnings_for, with_learner
 from nhgd.inverse.kfac import KFAC
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable
@@ -67,7 +67,7 @@ class Refined(AbstractInverse):
     @property
     def label(self) -> str:
         """refined(INVERSE, STEPS)."""
-        return f"refined({self.inverse.label}, {self.steps})"
+        return f"refined({label(self.inverse)}, {self.steps})"
 
     @property
     def learner(self) -> Learned[Any] | None:
@@ -76,20 +76,16 @@ class Refined(AbstractInverse):
 
     def with_learner(self, learner: Learned[Any]) -> Refined:
         """The inverse inside with another learner."""
-        return replace(self, inverse=self.inverse.with_learner(learner))
+        return replace(self, inverse=with_learner(self.inverse, learner))
 
     def apply(self, state: Any, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` where it is better than zero, or from zero."""
         before = oracle.calls.hvps
         product = oracle.hvp if self.matrix == "hessian" else oracle.ggn
-        precondition = self.inverse.preconditioner(state, oracle)
+        precondition = preconditioner(self.inverse, state, oracle)
         x, residual, notes = pcg("Refined", product, u, self.steps, self.tol, start, precondition)
         notes["inverse"] = self.inverse.name
         return x, SolveStats(residual, oracle.calls.hvps - before, residual <= self.tol, notes)
-
-    def preconditioner(self, state: Any, oracle: Oracle) -> Callable[[Tensor], Tensor]:
-        """What the inverse inside gives: a preconditioner needs no products of its own."""
-        return self.inverse.preconditioner(state, oracle)
 
     def memory(self, theta: Variable) -> int:
         """The inverse inside, x, r, z, p and Hp, and the best x and r."""
@@ -97,11 +93,11 @@ class Refined(AbstractInverse):
 
     def warnings_for(self, theta: Variable) -> list[str]:
         """Those of the inverse inside."""
-        return self.inverse.warnings_for(theta)
+        return warnings_for(self.inverse, theta)
 
     @property
     def products(self) -> int | None:
         """At most `steps`, one more to try a given start, one where the curvature is of rounding size, and those of the inverse
         inside at each step."""
-        inside = self.inverse.products
+        inside = products(self.inverse)
         return None if inside is None else self.steps * (1 + inside)

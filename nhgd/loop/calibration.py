@@ -12,6 +12,7 @@ from nhgd._recording.recorder import Recorder
 from nhgd.execution.group import Group
 from nhgd.inverse._learned.periods import Periodic
 from nhgd.inverse.base import AbstractInverse
+from nhgd.inverse.capabilities import with_learner
 from nhgd.loop.loop import Loop
 from nhgd.objective import Objective
 from nhgd.record import InnerRecord
@@ -43,7 +44,7 @@ def calibrate(loop: Loop) -> None:
     # The first worker's clock decides for all. They divide the decompositions among them.
     inner, both, invert = (loop.division.agreed(seconds) for seconds in (inner, both, invert / loop.division.workers))
     chosen = learner.with_periods(inner_seconds=inner, factor_seconds=max(both - inner, 1e-9), invert_seconds=invert)
-    loop.use(_agreed(loop.executor.group, inverse.with_learner(chosen)))
+    loop.use(_agreed(loop.executor.group, with_learner(inverse, chosen)))
 
 
 def _agreed(group: Group, inverse: AbstractInverse) -> AbstractInverse:
@@ -52,7 +53,7 @@ def _agreed(group: Group, inverse: AbstractInverse) -> AbstractInverse:
     assert own is not None
     plain = {field.name: getattr(own, field.name) for field in fields(own)}
     chosen = group.agreed({k: x for k, x in plain.items() if x is None or isinstance(x, (bool, int, float))})
-    return inverse.with_learner(replace(own, **chosen))
+    return with_learner(inverse, replace(own, **chosen))
 
 
 def _median(work: Callable[[], Any], device: Any, times: int = 5) -> float:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nhgd.errors import InputError
 from nhgd.inverse._learned.damping import damped
+from nhgd.inverse.capabilities import preconditioner, with_learner
 from nhgd.loop.loop import Loop
 from nhgd.objective import Objective
 
@@ -52,15 +53,15 @@ class LevenbergMarquardt:
         if self.damping == 0.0:
             # A first guess in the units of the curvature: a tenth of what it is along the gradient.
             at = loop.replay(objective)
-            first = inverse.preconditioner(state, at)(gradient)
+            first = preconditioner(inverse, state, at)(gradient)
             guess = 0.1 * float(gradient.norm()) / max(float(first.norm()), torch.finfo(first.dtype).tiny)
             self.damping = max(guess, self.floor)
         before, here = float(found.value), theta.flat()
         loop.shift_theta(torch.zeros_like(here))
         for _ in range(TRIES):
             at = loop.replay(objective)  # theta must not move while one is in use
-            adapted = inverse.with_learner(damped(inverse.learner, self.damping))
-            direction = adapted.preconditioner(state, at)(gradient)
+            adapted = with_learner(inverse, damped(inverse.learner, self.damping))
+            direction = preconditioner(adapted, state, at)(gradient)
             theta.assign(here - self.lr * direction)
             loop.project_theta()
             after = objective.value()

@@ -25,6 +25,7 @@ from nhgd.execution.base import AbstractExecutor, SupportsOverlap
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import Complaints, implicit
 from nhgd.inverse.base import AbstractInverse
+from nhgd.inverse.capabilities import couples, needs_record
 from nhgd.loop.mover import Mover
 from nhgd.loop.projection import project
 from nhgd.loop.settings import LoopSettings
@@ -114,7 +115,7 @@ class Loop:
             self.executor.start(inverse, self.problem.theta, self.problem.v)
             learner = inverse.learner
             if learner is not None:
-                self._recording = Recorder(self.problem, learner.records, learner.fisher, couples=learner.couples)
+                self._recording = Recorder(self.problem, learner.records, learner.fisher, couples=couples(learner))
 
     def recorder_memory(self) -> dict[str, Any] | None:
         """What the recorder has found out about the model; None where nothing is recorded."""
@@ -192,7 +193,7 @@ class Loop:
     def gradient(self, objective: Objective, record: bool = True, always: bool = False) -> InnerStep:
         """The inner gradient on a batch, its record handed to the executor when the inverse wants it, or `always`."""
         learner = None if self.inverse is None else self.inverse.learner
-        wanted = record and learner is not None and (always or learner.needs_record(self.clock.total))
+        wanted = record and learner is not None and (always or needs_record(learner, self.clock.total))
         tap = self._recording if wanted and self._recording is not None else NO_TAP
         found = objective.step(tap, self.calls)
         if found.record is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import nhgd
 from nhgd.inverse import AbstractInverse
+from nhgd.inverse.capabilities import label
 from tests import oracles
 from tests.catalogue.problems import LAYERED, PER_SAMPLE, PROBLEMS, WELL_CONDITIONED, Make
 
@@ -42,7 +43,7 @@ class InverseCase:
     @property
     def label(self) -> str:
         """What it is called in the list of tests."""
-        return self.make().label
+        return label(self.make())
 
 
 def _identity(problem: nhgd.Bilevel, batch: Any) -> Tensor:

@@ -21,6 +21,7 @@ from nhgd.inverse._learned.damping import damped
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.state import State
 from nhgd.inverse.base import Learned
+from nhgd.inverse.capabilities import begun, operator
 from nhgd.record import InnerRecord
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
@@ -180,7 +181,7 @@ class Server:
                 fresh = self.inverse.init(self._theta)
                 self._state = from_message(message.text, message.tensors(), fresh, self._device)
             else:
-                self._state = self.inverse.begin(self._state)
+                self._state = begun(self.inverse, self._state)
         except NhgdError as error:
             self._error = error
         self._changes += 1
@@ -244,7 +245,7 @@ class Server:
         if self._operator is not None and self._operator[0] == key:
             # A second right-hand side at the same point: factorise once for this one and those after it.
             if self._operator[1] is None:
-                self._operator = key, inverse.operator(state, ridge)
+                self._operator = key, operator(inverse, state, ridge)
             x = self._operator[1](u)
         else:
             x, stats = inverse.solve(state, u, ridge)

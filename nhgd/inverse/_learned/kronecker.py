@@ -25,7 +25,6 @@ from nhgd.record import (
     InnerRecord,
     LayerRecord,
     LayerStatistics,
-    RecordKind,
     batch_mean,
     batch_samples,
 )
@@ -74,21 +73,6 @@ class AbstractKronecker(Periodic[T]):
                     f"{owner}: overhead chooses factor_every and invert_every itself. Give either the overhead or the"
                     " periods."
                 )
-
-    @property
-    def records(self) -> RecordKind:
-        """Inputs and scores of the layers."""
-        return "layer"
-
-    @property
-    def reduces(self) -> bool:
-        """Factors are sums over samples."""
-        return True
-
-    @property
-    def couples(self) -> bool:
-        """Each layer and each parameter outside has a block of its own."""
-        return False
 
     def with_periods(self: K, inner_seconds: float, factor_seconds: float, invert_seconds: float) -> K:
         """A copy whose periods keep within `overhead`; see `two_periods`.

@@ -9,6 +9,7 @@ from nhgd._autocast import set_aside
 from nhgd._recording.recorder import Recorder
 from nhgd.data.batch import Batch
 from nhgd.inverse.base import AbstractInverse
+from nhgd.inverse.capabilities import couples
 from nhgd.objective import OracleCalls
 from nhgd.problem import Bilevel
 
@@ -25,7 +26,7 @@ def learn(
     if learner is None:
         return None
     state = learner.init(problem.theta)
-    recorder = Recorder(problem, learner.records, learner.fisher, calls, learner.couples)
+    recorder = Recorder(problem, learner.records, learner.fisher, calls, couples(learner))
     with set_aside(), problem.guarded(seed):
         for batch in batches:
             record = recorder.step(batch).record

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from nhgd._validation import not_negative, positive
 from nhgd.errors import InputError
 from nhgd.inverse.base import Learned
+from nhgd.record import RecordKind
 
 S = TypeVar("S")
 P = TypeVar("P", bound="Periodic[Any]")
@@ -17,7 +18,25 @@ P = TypeVar("P", bound="Periodic[Any]")
 
 @dataclass(frozen=True)
 class Periodic(Learned[S]):
-    """A learned inverse that takes a record only every so many steps, as it is told or as an `overhead` allows."""
+    """Running means of layer statistics, learnt every so many steps, as it is told or as an `overhead` allows.
+
+    Each layer, or each parameter, has a block of its own.
+    """
+
+    @property
+    def records(self) -> RecordKind:
+        """Inputs and scores of the layers."""
+        return "layer"
+
+    @property
+    def reduces(self) -> bool:
+        """Means over samples are all it takes of a batch."""
+        return True
+
+    @property
+    def couples(self) -> bool:
+        """No product of two blocks is taken."""
+        return False
 
     @property
     @abstractmethod

@@ -1,0 +1,184 @@
+"""What some inverses have beside what all of them must: a protocol for each, and what holds for an inverse without it.
+
+An inverse that has one of these methods need not say so: it is enough that the method is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from nhgd.inverse.base import AbstractInverse, Iterative, Learned
+from nhgd.oracle import Oracle
+from nhgd.ridge import Ridge
+from nhgd.variable import Variable
+
+S = TypeVar("S")
+
+
+@runtime_checkable
+class SupportsLabel(Protocol):
+    """An inverse with a short name that tells it from others of its kind in a table."""
+
+    @property
+    def label(self) -> str:
+        """The name."""
+        ...
+
+
+@runtime_checkable
+class CountsProducts(Protocol):
+    """An inverse whose solve takes Hessian products."""
+
+    @property
+    def products(self) -> int | None:
+        """How many at most; None when it depends on D."""
+        ...
+
+
+@runtime_checkable
+class Warns(Protocol):
+    """An inverse that not every theta suits."""
+
+    def warnings_for(self, theta: Variable) -> list[str]:
+        """What someone planning to use it on theta should know, in a few words each."""
+        ...
+
+
+@runtime_checkable
+class Wraps(Protocol):
+    """An inverse around another, such as `Refined`."""
+
+    @property
+    def inverse(self) -> AbstractInverse:
+        """The one inside."""
+        ...
+
+    def with_learner(self, learner: Learned[Any]) -> AbstractInverse:
+        """The same with another part that learns, in the one inside."""
+        ...
+
+
+@runtime_checkable
+class FactorisesProducts(Protocol):
+    """An iterative inverse with work at a point that serves many right-hand sides."""
+
+    def operator(self, oracle: Oracle) -> Callable[[Tensor], Tensor]:
+        """u -> x at a point, with that work done once."""
+        ...
+
+
+@runtime_checkable
+class FactorisesState(Protocol):
+    """A learned inverse with work on its state that serves many right-hand sides."""
+
+    def operator(self, state: Any, ridge: Ridge) -> Callable[[Tensor], Tensor]:
+        """u -> x, with that work done once."""
+        ...
+
+
+@runtime_checkable
+class SupportsBegin(Protocol[S]):
+    """A learned inverse that heeds outer steps."""
+
+    def begin(self, state: S) -> S:
+        """The state at the start of an outer step's inner loop; called once for each, before its first `observe`."""
+        ...
+
+
+@runtime_checkable
+class SkipsSteps(Protocol):
+    """A learned inverse that takes a record of some inner steps only."""
+
+    def needs_record(self, step: int) -> bool:
+        """Whether the record of this inner step is to be made at all; steps count from 0 over the whole run."""
+        ...
+
+
+@runtime_checkable
+class Couples(Protocol):
+    """A learned inverse that knows which rows of a record it multiplies."""
+
+    @property
+    def couples(self) -> bool:
+        """Whether products of one parameter's rows with another's matter, so that rows must be gradients of samples.
+
+        Where not, a record may take them from two passes, and from the batch objective where BatchNorm couples the samples.
+        """
+        ...
+
+
+@runtime_checkable
+class Reduces(Protocol):
+    """A learned inverse that takes records of some samples of a batch."""
+
+    @property
+    def reduces(self) -> bool:
+        """Whether `observe` takes its means by `batch_mean`; otherwise it is handed the record of the whole batch."""
+        ...
+
+
+def label(inverse: AbstractInverse) -> str:
+    """A short name that tells it from others of its kind in a table."""
+    return inverse.label if isinstance(inverse, SupportsLabel) else inverse.name
+
+
+def products(inverse: AbstractInverse) -> int | None:
+    """How many Hessian products a solve takes at most; None when it depends on D."""
+    return inverse.products if isinstance(inverse, CountsProducts) else 0
+
+
+def warnings_for(inverse: AbstractInverse, theta: Variable) -> list[str]:
+    """What someone planning to use this inverse on theta should know, in a few words each."""
+    return inverse.warnings_for(theta) if isinstance(inverse, Warns) else []
+
+
+def with_learner(inverse: AbstractInverse, learner: Learned[Any]) -> AbstractInverse:
+    """The same inverse with another part that learns; itself where nothing does."""
+    if isinstance(inverse, Wraps) and not isinstance(inverse, Learned):
+        return inverse.with_learner(learner)
+    return inverse if inverse.learner is None else learner
+
+
+def operator(learner: Learned[S], state: S, ridge: Ridge) -> Callable[[Tensor], Tensor]:
+    """u -> x for many right-hand sides; an inverse that factorises does so once."""
+    if isinstance(learner, FactorisesState):
+        factorised: Callable[[Tensor], Tensor] = learner.operator(state, ridge)
+        return factorised
+    return lambda u: learner.solve(state, u, ridge)[0]
+
+
+def preconditioner(inverse: AbstractInverse, state: Any, oracle: Oracle) -> Callable[[Tensor], Tensor]:
+    """u -> x for many right-hand sides at one point. One that wraps another needs no products of its own for it."""
+    if isinstance(inverse, Learned):
+        return operator(inverse, state, oracle.ridge)
+    if isinstance(inverse, Wraps):
+        return preconditioner(inverse.inverse, state, oracle)
+    if isinstance(inverse, Iterative) and isinstance(inverse, FactorisesProducts):
+        return inverse.operator(oracle)
+    return lambda u: inverse.apply(state, u, oracle)[0]
+
+
+def begun(learner: Learned[S], state: S) -> S:
+    """The state at the start of an outer step's inner loop."""
+    if isinstance(learner, SupportsBegin):
+        found: S = learner.begin(state)
+        return found
+    return state
+
+
+def needs_record(learner: Learned[Any], step: int) -> bool:
+    """Whether the record of this inner step is to be made at all; steps count from 0 over the whole run."""
+    return not isinstance(learner, SkipsSteps) or learner.needs_record(step)
+
+
+def couples(learner: Learned[Any]) -> bool:
+    """Whether products of one parameter's rows with another's matter to it."""
+    return not isinstance(learner, Couples) or learner.couples
+
+
+def reduces(learner: Learned[Any]) -> bool:
+    """Whether it takes the record of some samples of a batch."""
+    return isinstance(learner, Reduces) and learner.reduces
