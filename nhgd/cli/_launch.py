@@ -6,7 +6,9 @@ killed after seconds, and what failed is one sentence: that of the process which
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -53,6 +55,9 @@ def launch(
         timeout: seconds that the others may take to end after one of them has.
         checkpoint: the words that name the last checkpoint, asked for where no process could say them.
     """
+    atexit.register(
+        gc.freeze
+    )  # else the end of this process, which others wait for, looks once more through all of torch
     with tempfile.TemporaryDirectory(prefix="nhgd-") as folder, _environment(roles):
         agent = _Agent(arguments, roles, restarts, timeout, checkpoint, folder)
         try:
