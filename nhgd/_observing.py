@@ -294,7 +294,7 @@ class Observer:
         self._begin()
         self._own_loss = True
         self.calls.inner_gradients += 1
-        self.calls.samples += seen[0][0].input.shape[0]
+        self.calls.samples += next((call for call, _ in seen if isinstance(call, LayerCall)), seen[0][0]).input.shape[0]
         recorder, record = self._recorder_due(), None
         if recorder is not None:
             try:

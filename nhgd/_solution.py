@@ -90,7 +90,7 @@ def statistics(algorithm: AbstractAlgorithm, loop: Loop, history: list[Row], sec
         "threads": loop.threads,
         "oracle_calls": loop.calls.as_dict(),
         "poor_solves": sum(bool(row.get("poor_solve")) for row in history),
-        "statistics": BATCH_OBJECTIVE if loop.coupled else None,
+        "statistics": BATCH_OBJECTIVE if loop.batch_objective else None,
         "stagnation": None,
         "execution": {
             "name": executor.name,

@@ -195,7 +195,9 @@ class LayerStatistics:
     weights: Tensor | None  # (B,)
     samples: int
     reduction: Reduction | None = field(default=None, repr=False, compare=False)
-    coupled: bool = False  # whether BatchNorm in training mode couples the samples: scores are of the batch objective
+    batch_objective: bool = (
+        False  # whether BatchNorm in training mode couples the samples: scores are of the batch objective
+    )
 
 
 InnerRecord: TypeAlias = BatchGradient | PerSampleGradients | LayerStatistics

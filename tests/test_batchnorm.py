@@ -111,7 +111,7 @@ def test_inputs_and_scores_are_those_of_the_batch_objective(make: Any) -> None:
     problem, batch, _ = make()
     varied(problem)
     hand, record = by_hand(problem, batch), recorded(problem, batch)
-    assert record.coupled
+    assert record.batch_objective
     assert [layer.weight for layer in record.layers] == list(hand.inputs)
     for layer in record.layers:
         close(layer.inputs[:, :, 0], hand.inputs[layer.weight])
@@ -246,6 +246,18 @@ class Scaled(nn.Module):
         return self.b(self.layer_norm(self.norm(self.a(x)).tanh()))
 
 
+class Folded(nn.Module):
+    """BatchNorm over the tokens of all samples, as one long batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.a(x[..., None])  # (B, T, 4)
+        return self.b(self.norm(z.flatten(0, 1)).view_as(z).tanh()).mean(1)
+
+
 class Shifted(nn.BatchNorm1d):
     """Computes something of its own."""
 
@@ -258,6 +270,7 @@ class Shifted(nn.BatchNorm1d):
     ("net", "names"),
     [
         (Scaled, ("layer_norm.weight", "layer_norm.bias")),
+        (Folded, ("norm.weight", "norm.bias")),
         (lambda: nn.Sequential(nn.Linear(3, 4), Shifted(4), nn.Linear(4, 3)), ("1.weight", "1.bias")),
     ],
 )
@@ -306,7 +319,7 @@ def test_without_running_statistics_the_batch_counts_in_every_mode() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Tanh(), nn.Linear(4, 3))
     problem, batch, _ = of_classifier(net.eval())
     record = recorded(problem, batch)
-    assert record.coupled
+    assert record.batch_objective
     close(record.layers[0].scores[0, :, :, 0], by_hand(problem, batch).scores["0.weight"][0])
     assert not net[1].training
     assert net[1].running_mean is None
@@ -323,8 +336,8 @@ def test_a_module_behind_functional_call() -> None:
     tensors = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
     other = nhgd.Bilevel(inner, mean_cross_entropy, tensors, problem.v.given, 0.02)
     a, b = recorded(problem, batch), recorded(other, batch)
-    assert a.coupled
-    assert b.coupled
+    assert a.batch_objective
+    assert b.batch_objective
     assert torch.equal(a.other_rows, b.other_rows)
     assert all(torch.equal(p.scores, q.scores) for p, q in zip(a.layers, b.layers, strict=True))
     with pytest.raises(nhgd.InputError, match="depends on the row of another"):
@@ -336,7 +349,7 @@ def test_in_eval_mode_nothing_is_coupled() -> None:
     varied(problem)
     problem.theta.given.eval()
     record = recorded(problem, batch)
-    assert not record.coupled
+    assert not record.batch_objective
     by_layer = {layer.weight: layer.rows() for layer in record.layers}
     rows = torch.cat([*by_layer["0.weight"], record.other_rows, *by_layer["4.weight"]], 1)
     weights = problem.v.given[batch[2]].sigmoid()
@@ -550,8 +563,8 @@ def test_a_record_keeps_the_word_on_its_way() -> None:
     layout, tensors = Layout.of(record)
     sent = Layout.from_text(layout.to_text()).record(tensors)
     assert isinstance(sent, LayerStatistics)
-    assert sent.coupled
-    assert joined([sent, sent]).coupled
+    assert sent.batch_objective
+    assert joined([sent, sent]).batch_objective
 
 
 def test_a_plan_knows_the_places_of_its_convolutions() -> None:

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-def couples_samples(module: nn.Module) -> TypeGuard[_BatchNorm]:
+def normalises_by_batch(module: nn.Module) -> TypeGuard[_BatchNorm]:
     """Whether a module is a BatchNorm that normalises by its batch: in training mode, or without running statistics."""
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
@@ -41,9 +41,14 @@ class NormCall:
         return replace(self, edge=None)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the module computes what its class does."""
-        return "forward" not in vars(self.module) and type(self.module).forward is _BatchNorm.forward
+    def names(self) -> set[str]:
+        """Of its weight and bias, as far as they belong to theta."""
+        return {name for name in (self.weight, self.bias) if name is not None}
+
+    def gives_rows(self, samples: int) -> bool:
+        """Whether the module computes what its class does, on an input whose first dimension is the samples."""
+        plain = "forward" not in vars(self.module) and type(self.module).forward is _BatchNorm.forward
+        return plain and self.input.shape[0] == samples
 
     def rows(self, scores: Sequence[Tensor | None], scale: Tensor) -> dict[str, Tensor]:
         """What each sample adds to the gradient of the weight and of the bias, (K B, C) each, from K scores of the output.
@@ -90,7 +95,7 @@ def held_statistics() -> Iterator[None]:
 
     def hold(module: nn.Module, args: tuple[object, ...]) -> None:
         x = args[0] if args else None
-        if not couples_samples(module) or not isinstance(x, Tensor):
+        if not normalises_by_batch(module) or not isinstance(x, Tensor):
             return
         before[module] = (module.training, module._buffers["running_mean"], module._buffers["running_var"])
         kept = module.running_mean if module.weight is None else module.weight

@@ -46,7 +46,7 @@ class Recorder(Tap):
             may be of a pass of their own, and BatchNorm is learnt from by the scores of the batch objective.
 
     Attributes:
-        coupled: whether BatchNorm in training mode was met in what was recorded last.
+        batch_objective: whether BatchNorm in training mode was met in what was recorded last.
 
     Rows are sqrt(w_i) s_i with s_i the gradient of l_i alone: weights that depend on theta are held constant in them, and in
     the gradient of the inner step they are not.
@@ -78,7 +78,7 @@ class Recorder(Tap):
                 )
         self.calls = OracleCalls() if calls is None else calls
         per_sample = kind in ("layer", "sample")
-        self.coupled = False
+        self.batch_objective = False
         self.taps = Taps(
             problem,
             per_sample,
@@ -91,14 +91,14 @@ class Recorder(Tap):
 
     def memory(self) -> dict[str, Any]:
         """What was found out about the model that later records depend on, as plain values."""
-        found = {"slow": self._others.slow, "noisy": self._others.noisy, "coupled": self.coupled}
+        found = {"slow": self._others.slow, "noisy": self._others.noisy, "batch_objective": self.batch_objective}
         return self.verification.memory() | found
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Go on as the recorder that had this memory."""
         self.verification.recall(memory)
         self._others.slow, self._others.noisy = bool(memory["slow"]), bool(memory["noisy"])
-        self.coupled = bool(memory["coupled"])
+        self.batch_objective = bool(memory["batch_objective"])
 
     def step(self, batch: Batch) -> InnerStep:
         """The inner gradient on a batch, at the problem's current theta and v, with its record."""
@@ -142,21 +142,21 @@ class Recorder(Tap):
 
     def _needs_graph(self, found: TappedPass) -> bool:
         """Whether the graph is needed after the gradient: for the roots of a likelihood, or for rows of this very pass."""
-        if self.likelihood is not None or not (self.taps.layers and (self.couples or found.coupled)):
+        if self.likelihood is not None or not (self.taps.layers and (self.couples or found.batch_objective)):
             return self.likelihood is not None
         others, open_to_doubt = self._others, found.elsewhere | self.verification.unaccounted
         plain = {name for call in found.calls if call.is_plain for name in (call.weight, call.bias)} - open_to_doubt
         plain |= found.normalised
         covered = plain.issuperset(self.problem.theta.names) and not self.verification.is_due(found)
-        return not covered and (found.coupled or found.drawn or others.noisy or not others.compared)
+        return not covered and (found.batch_objective or found.drawn or others.noisy or not others.compared)
 
     def _constant(self, found: TappedPass) -> Tensor | None:
         """What scores are taken of where it is not the mean loss: that with constant weights, where they depend on theta.
 
-        Where samples are coupled, a sample's score is not its weight times something, so the roots of the weights are put in.
+        In the batch objective a sample's score is not its weight times something, so the roots of the weights are put in.
         """
         losses, weights = found.losses, found.losses.weights
-        if found.coupled and weights is not None:
+        if found.batch_objective and weights is not None:
             return replace(losses, weights=weights.detach().sqrt()).mean()
         if self.kind == "raw" or weights is None or not weights.requires_grad or not self.taps.uses_theta(weights):
             return None
@@ -192,20 +192,22 @@ class Recorder(Tap):
             row = theta.flatten(self._constant_gradient(found, reduction))
             return BatchGradient(row * (0.0 if weight == 0 else (samples / weight) ** 0.5), None, samples)
         seeds, columns = self._columns(found)
-        self.coupled = found.coupled
-        scale = scale_of(losses, seeds is not None, found.coupled)
+        self.batch_objective = found.batch_objective
+        scale = scale_of(losses, seeds is not None, found.batch_objective)
         layers = self.verification.accounted(self.taps.layer_records(found.calls, columns, scale))
         covered = {name for layer in layers for name in (layer.weight, layer.bias)}
         others = tuple(name for name in theta.names if name not in covered)
         rows = None
-        if others and found.coupled:
+        if others and found.batch_objective:
             rows = self._coupled_rows(found, others, seeds, columns, scale)
         elif others:
             rows = self._other_rows(batch, found, others, seeds)
         weights = None if losses.weights is None else losses.weights.detach()
         if self.kind == "layer":
             self.verification.settle(layers)
-            return LayerStatistics(tuple(layers), others, rows, weights, here, reduction, coupled=found.coupled)
+            return LayerStatistics(
+                tuple(layers), others, rows, weights, here, reduction, batch_objective=found.batch_objective
+            )
         return PerSampleGradients(self._joined(layers, others, rows), here, reduction)
 
     def of_layers(self, seen: Sequence[tuple[LayerCall | NormCall, Tensor]]) -> InnerRecord:
@@ -218,12 +220,13 @@ class Recorder(Tap):
         self.verification.begin()
         pairs = [(call, score) for call, score in seen if isinstance(call, LayerCall)]
         norms = [(call, [score]) for call, score in seen if isinstance(call, NormCall)]
-        samples = seen[0][0].input.shape[0]
-        scale = scale_of(Losses(seen[0][0].input.new_zeros(samples, dtype=self.problem.theta.dtype)))
+        first = pairs[0][0] if pairs else seen[0][0]
+        samples = first.input.shape[0]
+        scale = scale_of(Losses(first.input.new_zeros(samples, dtype=self.problem.theta.dtype)))
         layers = self.taps.layer_records([call for call, _ in pairs], [[score for _, score in pairs]], scale)
         covered = {name for layer in layers for name in (layer.weight, layer.bias)}
         others = tuple(name for name in self.problem.theta.names if name not in covered)
-        known = summed_rows([(norm, score) for norm, score in norms if norm.is_plain], scale)
+        known = summed_rows([(norm, score) for norm, score in norms if norm.gives_rows(samples)], scale)
         untold = [name for name in others if name not in known]
         if untold:
             raise InputError(
@@ -232,7 +235,7 @@ class Recorder(Tap):
             )
         if self.kind == "layer":
             rows = torch.cat([known[name] for name in others], dim=1) if others else None
-            return LayerStatistics(tuple(layers), others, rows, None, samples, coupled=bool(norms))
+            return LayerStatistics(tuple(layers), others, rows, None, samples, batch_objective=bool(norms))
         return PerSampleGradients(self._joined(layers, (), None), samples)
 
     def _constant_gradient(self, found: TappedPass, reduction: Reduction | None) -> Sequence[Tensor | None]:
@@ -256,7 +259,7 @@ class Recorder(Tap):
                 return seeds, [found.scores]
             found.passes += len(seeds)
             along = seeds
-            if found.coupled:
+            if found.batch_objective:
                 factors = signs(*seeds.shape[:2], seeds.device).to(seeds.dtype)
                 if losses.weights is not None:
                     factors = factors * losses.weights.detach().sqrt().to(seeds.dtype)
@@ -273,7 +276,8 @@ class Recorder(Tap):
         Those of BatchNorm itself come from its scores; others are gradients of the loss of each sample in its batch.
         """
         positions = enumerate(found.norms, start=len(found.calls))
-        rows = summed_rows([(norm, [column[i] for column in columns]) for i, norm in positions], scale)
+        known = [(norm, [column[i] for column in columns]) for i, norm in positions if norm.names & found.normalised]
+        rows = summed_rows(known, scale)
         rest = tuple(name for name in names if name not in found.normalised)
         if rest:
             found.passes += len(columns) * len(scale)

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from nhgd._randomness import standing
 from nhgd._recording.accounting import Call, LayerCall, Scores, elsewhere, held, walked
-from nhgd._recording.normalisation import NormCall, couples_samples
+from nhgd._recording.normalisation import NormCall, normalises_by_batch
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.losses import Losses
@@ -35,7 +35,7 @@ class TappedPass(Pass):
 
     Attributes:
         calls: of layers.
-        coupled: whether a BatchNorm normalised by the batch, so that all scores are of the batch objective.
+        batch_objective: whether a BatchNorm normalised by the batch, so that all scores are of the batch objective.
         norms: calls of such modules.
         after_norms: the position of the first call behind the last of them, from where on samples are apart.
         normalised: parameters whose gradient is that of such modules alone.
@@ -47,7 +47,7 @@ class TappedPass(Pass):
     """
 
     calls: list[Call] = field(default_factory=list)
-    coupled: bool = False
+    batch_objective: bool = False
     norms: list[NormCall] = field(default_factory=list)
     after_norms: int = 0
     normalised: set[str] = field(default_factory=set)
@@ -107,7 +107,7 @@ class Taps:
         found = TappedPass(losses, losses.values.new_zeros(()), [], calls=calls, norms=norms, drawn=drawn)
         positions = [i for i, call in enumerate(noted) if isinstance(call, NormCall)]
         if positions:
-            found.coupled = True
+            found.batch_objective = True
             found.after_norms = positions[-1] + 1 - len(positions)
         if self.layers:
             roots = (losses.values, losses.outputs if self.outputs else None)
@@ -115,8 +115,7 @@ class Taps:
             found.elsewhere = elsewhere(calls, uses)
             found.layers = [call.weight for call in calls]
             samples = losses.values.shape[0]
-            good = [norm for norm in norms if norm.is_plain and norm.input.shape[0] == samples]
-            inside = Counter(name for norm in good for name in (norm.weight, norm.bias) if name is not None)
+            inside = Counter(name for norm in norms if norm.gives_rows(samples) for name in norm.names)
             found.normalised = {name for name, count in inside.items() if uses[name] <= count}
             found.normalised -= {name for call in calls for name in (call.weight, call.bias) if name is not None}
         return found
@@ -151,7 +150,7 @@ class Taps:
 
     def call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Call | NormCall | None:
         """A call of a Linear or Conv2d that holds a parameter of theta, or of a BatchNorm; None for any other module."""
-        if self.norms and couples_samples(module) and args and torch.is_grad_enabled():
+        if self.norms and normalises_by_batch(module) and args and torch.is_grad_enabled():
             weight, bias = (self.names.get(id(held(module, name))) for name in ("weight", "bias"))
             edge = get_gradient_edge(output) if output.requires_grad else None
             return NormCall(module, weight, bias, args[0].detach(), edge)
@@ -199,15 +198,15 @@ class Taps:
         ]
 
 
-def scale_of(losses: Losses, seeded: bool = False, coupled: bool = False) -> Tensor:
+def scale_of(losses: Losses, seeded: bool = False, batch_objective: bool = False) -> Tensor:
     """What turns the scores of a backward pass into sqrt(w_i) times a score, (B,).
 
     Args:
         seeded: the scores are those of a likelihood's roots.
-        coupled: the roots of the weights are in the scores already.
+        batch_objective: the roots of the weights are in the scores already.
     """
     samples = losses.values.shape[0]
-    if coupled or losses.weights is None:
+    if batch_objective or losses.weights is None:
         return torch.full_like(losses.values, 1 if seeded else samples)
     root = losses.weights.detach().sqrt()
     # The backward pass of mean_i( w_i l_i ) gave w_i / B times a score, the one of r_ik . z_i the score itself.

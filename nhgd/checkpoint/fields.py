@@ -204,7 +204,7 @@ _RECORDER = schema.record(
     layers=schema.mapping(schema.optional(schema.text)),
     slow=schema.flag,
     noisy=schema.flag,
-    coupled=schema.flag,
+    batch_objective=schema.flag,
 )
 
 LOOP: tuple[Field[Loop], ...] = (

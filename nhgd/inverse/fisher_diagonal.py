@@ -35,7 +35,7 @@ class FisherDiagonalState(State):
     starts: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     mass: float = 0.0
-    coupled: bool = False  # whether BatchNorm in training mode coupled the samples of some record
+    batch_objective: bool = False  # whether some record was of the batch objective
 
 
 @final
@@ -126,8 +126,8 @@ class FisherDiagonal(Periodic[FisherDiagonalState]):
                 put(name, values)
         batch = batch_mean(record, [batch])[0]
         rate, mass = step_of_mean(state.mass, self.beta, batch_samples(record))
-        coupled = state.coupled or record.coupled
-        return FisherDiagonalState(state.diagonal.lerp(batch, rate), state.starts, state.sizes, mass, coupled)
+        of_batch = state.batch_objective or record.batch_objective
+        return FisherDiagonalState(state.diagonal.lerp(batch, rate), state.starts, state.sizes, mass, of_batch)
 
     @torch.no_grad()
     def solve(self, state: FisherDiagonalState, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
@@ -143,7 +143,7 @@ class FisherDiagonal(Periodic[FisherDiagonalState]):
         if not bool((shift + damping > 0).all()):
             check_invertible("FisherDiagonal", "theta", entries)
         x = (u.to(entries.dtype) / entries).to(u.dtype)
-        return x, SolveStats(None, 0, True, {"damping": damping} | statistics_note(state.coupled))
+        return x, SolveStats(None, 0, True, {"damping": damping} | statistics_note(state.batch_objective))
 
     def memory(self, theta: Variable) -> int:
         """The mean, the batch's own, the sum with the ridge, and x."""

@@ -122,9 +122,9 @@ class Loop:
         return None if self._recording is None else self._recording.memory()
 
     @property
-    def coupled(self) -> bool:
-        """Whether curvature was learnt from samples that BatchNorm in training mode couples."""
-        return self._recording is not None and self._recording.coupled
+    def batch_objective(self) -> bool:
+        """Whether curvature is learnt from the batch objective, because of BatchNorm in training mode."""
+        return self._recording is not None and self._recording.batch_objective
 
     def recall(self, memory: dict[str, Any] | None) -> None:
         """Let the recorder go on with what another had found out."""

@@ -117,7 +117,7 @@ def joined(shards: Sequence[InnerRecord]) -> InnerRecord:
         _side_by_side(rows, [r.samples for r in records]) if rows else None,
         torch.cat(weights) if weights else None,
         samples,
-        coupled=first.coupled,
+        batch_objective=first.batch_objective,
     )
 
 

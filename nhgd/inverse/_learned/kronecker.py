@@ -116,7 +116,7 @@ class AbstractKronecker(Periodic[T]):
             state,
             mass=mass,
             observed=state.observed + 1,
-            coupled=state.coupled or record.coupled,
+            batch_objective=state.batch_objective or record.batch_objective,
             inputs=merge(state.inputs, inputs, rate),
             scores=merge(state.scores, scores, rate),
             weights=merge(state.weights, weights, rate),
@@ -211,7 +211,7 @@ class AbstractKronecker(Periodic[T]):
         shift = ridge.value
         low, high = (shift, shift) if isinstance(shift, float) else (float(r) for r in shift.aminmax())
         damping = resolve_damping(self.damping, ridge, lambda: self.mean_diagonal(state))
-        notes: dict[str, Any] = {"damping": damping} | statistics_note(state.coupled)
+        notes: dict[str, Any] = {"damping": damping} | statistics_note(state.batch_objective)
         layers: dict[str, Solver] = {}
         for layer in state.inputs:
             mean = low

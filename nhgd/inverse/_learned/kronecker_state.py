@@ -24,7 +24,7 @@ class KroneckerState(State):
         biases: where the bias of a layer starts in the flat vector; a layer without bias has no entry.
         blocks: the Fisher matrix of each parameter outside the layers, (n, n), or its diagonal, (n,).
         bases: eigendecompositions, by layer and by field of `Basis`.
-        coupled: whether BatchNorm in training mode coupled the samples of some record.
+        batch_objective: whether some record was of the batch objective, because of BatchNorm in training mode.
     """
 
     starts: dict[str, int] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class KroneckerState(State):
     biases: dict[str, int] = field(default_factory=dict)
     blocks: dict[str, Tensor] = field(default_factory=dict)
     bases: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    coupled: bool = False
+    batch_objective: bool = False
 
     def factors(self, layer: str) -> tuple[Tensor, Tensor]:
         """A, (G, in, in), and G, (G, out, out), which is 0 where all weights were 0."""

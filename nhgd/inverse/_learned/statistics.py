@@ -23,9 +23,9 @@ def check_statistics(owner: str, damping: float | None, beta: float | None, dtyp
         raise InputError(f"{owner}: dtype must be torch.float32 or torch.float64, got {dtype}.")
 
 
-def statistics_note(coupled: bool) -> dict[str, str]:
-    """What a solve notes of its statistics where BatchNorm in training mode coupled the samples."""
-    return {"statistics": BATCH_OBJECTIVE} if coupled else {}
+def statistics_note(batch_objective: bool) -> dict[str, str]:
+    """What a solve notes of its statistics where some are of the batch objective."""
+    return {"statistics": BATCH_OBJECTIVE} if batch_objective else {}
 
 
 def step_of_mean(mass: float, beta: float | None, samples: int) -> tuple[float, float]:
