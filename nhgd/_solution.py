@@ -34,7 +34,9 @@ class Solution:
         stats: method, steps, seconds, threads (CPU threads that the steps were computed on: one where the largest operation is
             small, unless OMP_NUM_THREADS, MKL_NUM_THREADS or torch.set_num_threads says how many), oracle calls, poor_solves
             (outer steps whose linear solve was in trouble), execution; statistics: "of the batch objective" where curvature was
-            learnt from samples that BatchNorm in training mode couples, else None; and
+            learnt from samples that BatchNorm in training mode couples, else None; of `nhgd`, cross: the way in which the cross derivative
+            is taken, how v was seen to enter the inner problem (role, source), the relative difference from the derivative of
+            the gradient's graph on the batch where that was verified, and a note where that graph is needed; and
             stagnation: a sentence where `run` has got nowhere.
         result: the name of the stop rule that ended the run: "steps", "budget", "plateau", that of a rule of the caller's, or
             "stopped" when the caller's own loop or `stop` ended it.
@@ -92,6 +94,7 @@ def statistics(algorithm: AbstractAlgorithm, loop: Loop, history: list[Row], sec
         "poor_solves": sum(bool(row.get("poor_solve")) for row in history),
         "statistics": BATCH_OBJECTIVE if loop.batch_objective else None,
         "stagnation": None,
+        **loop.remarks,
         "execution": {
             "name": executor.name,
             "processes": traffic.processes,

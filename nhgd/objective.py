@@ -30,7 +30,8 @@ class OracleCalls:
     One gradient is one backward pass over a batch, with or without a forward pass of its own. So an inner step counts once for
     its gradient; each root of the exact or the sampled Fisher matrix is one more; so are, once or for each root, the rows of
     parameters outside Linear and Conv2d, which a pass of their own gives, or as many as there are samples where dropout is
-    to be that of the inner step. What is done once to look at a model, before the first step or in it, does not count.
+    to be that of the inner step. A cross derivative that an inner step's own pass gives counts in `cross` alone; one that needs
+    a pass of its own, backward or in forward mode, counts as a gradient too. What is done once to look at a model, before the first step or in it, does not count.
     `samples` are those of all inner gradients.
     """
 

@@ -83,7 +83,7 @@ class Oracle:
         self._value: Tensor | None = None  # of the batch whose graph was made last
 
     @cached_property
-    def _shares(self) -> list[float]:
+    def shares(self) -> list[float]:
         """The part of each inner batch in the whole, by samples."""
         if len(self.objectives) == 1:
             return [1.0]
@@ -141,7 +141,7 @@ class Oracle:
         """The inner objective alone, ridge included: no derivative and no count."""
         theta = self.problem.theta
         value = torch.zeros((), dtype=theta.dtype, device=theta.device)
-        for objective, share in zip(self.objectives, self._shares, strict=True):
+        for objective, share in zip(self.objectives, self.shares, strict=True):
             with objective.drawing():
                 value.add_(objective.term(), alpha=share)
         return float(self._sum([value])[0])
@@ -155,7 +155,7 @@ class Oracle:
         wrt = (*theta.leaves, *v.leaves) if in_v else theta.leaves
         value = torch.zeros((), dtype=theta.dtype, device=theta.device)
         total = [torch.zeros_like(leaf) for leaf in (*theta.leaves, *v.leaves)]
-        for objective, share in zip(self.objectives, self._shares, strict=True):
+        for objective, share in zip(self.objectives, self.shares, strict=True):
             with objective.drawing(), torch.enable_grad():
                 term = objective.term()
                 found = torch.autograd.grad(term, wrt, allow_unused=True)
@@ -181,7 +181,7 @@ class Oracle:
         """Mean over the batches of d(gradient . vector)/d(wrt)."""
         parts = self.problem.theta.unflatten(vector)
         total = [torch.zeros_like(t) for t in wrt]
-        for objective, share in zip(self.objectives, self._shares, strict=True):
+        for objective, share in zip(self.objectives, self.shares, strict=True):
             for t, f in zip(total, self._pull_back_on(objective, parts, wrt), strict=True):
                 if f is not None:
                     t.add_(f, alpha=share)
@@ -217,7 +217,7 @@ class Oracle:
         total = torch.zeros_like(vectors)
         parts = [torch.stack(rows) for rows in zip(*map(theta.unflatten, vectors), strict=True)]
         try:
-            for objective, share in zip(self.objectives, self._shares, strict=True):
+            for objective, share in zip(self.objectives, self.shares, strict=True):
                 found = self._pull_back_on(objective, parts, theta.leaves, several=True)
                 for place, f in zip(theta.slices().values(), found, strict=True):
                     if f is not None:
@@ -259,7 +259,7 @@ class Oracle:
         theta = self.problem.theta
         value = torch.zeros((), dtype=theta.dtype, device=theta.device)
         total = [torch.zeros_like(leaf) for leaf in theta.leaves]
-        for objective, share in zip(self.objectives, self._shares, strict=True):
+        for objective, share in zip(self.objectives, self.shares, strict=True):
             with objective.drawing(live=True):
                 gradient = self._graph(objective)
             assert self._value is not None
@@ -273,7 +273,7 @@ class Oracle:
         """The inner gradient, ridge included, (D,)."""
         theta = self.problem.theta
         total = torch.zeros(theta.numel, dtype=theta.dtype, device=theta.device)
-        for objective, share in zip(self.objectives, self._shares, strict=True):
+        for objective, share in zip(self.objectives, self.shares, strict=True):
             with objective.drawing():
                 total.add_(theta.flatten([g.detach() for g in self._graph(objective)]), alpha=share)
         return self._sum([total])[0]
@@ -301,6 +301,6 @@ class Oracle:
     def _mean_of(self, terms: Iterable[Tensor]) -> Tensor:
         """The mean over the batches of means over the samples here."""
         total = torch.zeros(self.numel, dtype=self.problem.theta.dtype, device=self.problem.theta.device)
-        for objective, share, term in zip(self.objectives, self._shares, terms, strict=True):
+        for objective, share, term in zip(self.objectives, self.shares, terms, strict=True):
             total.add_(term, alpha=share * objective.share)
         return self._sum([total])[0]

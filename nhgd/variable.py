@@ -90,6 +90,11 @@ class Variable:
                     if parameter is not None and id(parameter) in position:
                         self._places[position[id(parameter)]].append((module, name))
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is a module that torch.compile has wrapped."""
+        return self.root is not None and self._given is not self.root
+
     def _trainable(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in given.items():
             if not isinstance(tensor, Tensor):

@@ -160,7 +160,16 @@ def test_every_inverse_goes_on_bit_for_bit(inverse, tmp_path):
     classifier(NHGD(inverse)).goes_on(tmp_path / "a")
 
 
-@pytest.mark.parametrize("method", [NHGD(cross="trajectory"), NHGD(inner="natural"), NHGD(curvature="fresh")], ids=repr)
+WAYS = [
+    NHGD(cross="lagged"),
+    NHGD(cross="trajectory"),
+    NHGD(cross="final"),
+    NHGD(inner="natural"),
+    NHGD(curvature="fresh"),
+]
+
+
+@pytest.mark.parametrize("method", WAYS, ids=repr)
 def test_every_way_of_nhgd_goes_on_bit_for_bit(method, tmp_path):
     classifier(method).goes_on(tmp_path / "a")
 

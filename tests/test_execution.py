@@ -79,7 +79,9 @@ def test_every_backend_equals_inline_bit_for_bit(name, backend, max_lag):
     assert solution.stats["execution"]["records"] == 20
 
 
-@pytest.mark.parametrize("method", [NHGDSingle(KFAC()), AID(KFAC()), NHGD(KFAC(), cross="trajectory")])
+@pytest.mark.parametrize(
+    "method", [NHGDSingle(KFAC()), AID(KFAC()), NHGD(KFAC(), cross="trajectory"), NHGD(KFAC(), cross="final")]
+)
 @pytest.mark.parametrize("backend", BESIDE)
 def test_other_algorithms_equal_inline_too(method, backend):
     v, theta, rows, _ = solved("inline", method)
@@ -500,7 +502,7 @@ def test_the_outer_gradient_and_the_graph_of_the_cross_derivative_are_made_while
         return asking
 
     problem.losses, problem.outer_value = noted("inner", losses), noted("outer", value)
-    method = NHGDSingle(KFAC()) if single else NHGD(KFAC())
+    method = NHGDSingle(KFAC()) if single else NHGD(KFAC(), cross="final")
     solver = nhgd.Solver(problem, [inner], [outer], method=method, inner_steps=3, execution="thread")
     solver.executor.inverse = slow
     slow.gate.set()

@@ -139,6 +139,8 @@ METHODS: dict[str, str | AbstractAlgorithm] = {
     "dense inverse": NHGD(FisherDense(form="inverse")),
     "refined": NHGD(refine=3),
     "trajectory": NHGD(cross="trajectory"),
+    "final": NHGD(cross="final"),
+    "lagged": NHGD(cross="lagged"),
     "natural": NHGD(inner="natural"),
     "at the end": NHGD(observe="end", batches="all"),
     "nhgd-paper": "nhgd-paper",
@@ -151,7 +153,7 @@ METHODS: dict[str, str | AbstractAlgorithm] = {
     "stocbio": StocBiO(K=2),
     "vrbo": VRBO(K=2, large=2),
 } | {name: name for name in ("alset", "bome", "f2sa", "fsla", "saba", "soba", "sustain", "ttsa")}
-FEW = ("ekfac", "window", "dense inverse", "trajectory", "refined")  # for more than two workers
+FEW = ("ekfac", "window", "dense inverse", "trajectory", "final", "lagged", "refined")  # for more than two workers
 OTHERS = ("dense of many rows", "convolution", "batch gradients", "few entries of v")
 
 

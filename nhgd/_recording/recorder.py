@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from nhgd.record import (
     RecordKind,
     Reduction,
 )
+
+SeedRule: TypeAlias = Callable[[Losses], tuple[Losses, Tensor | None]]
 
 
 class Recorder(Tap):
@@ -106,11 +108,22 @@ class Recorder(Tap):
 
     def passed(self, problem: Bilevel, batch: Batch) -> TappedPass:
         """One forward and one backward pass over a batch, and a look at layers that are new."""
+        return self.watched(batch)
+
+    def watched(self, batch: Batch, weighing: SeedRule | None = None, gradient: bool = True) -> TappedPass:
+        """The same; `weighing` makes seeds of losses with their graph in v, which the backward pass then takes.
+
+        A loss whose seed does not vanish has scores that tell its gradient, also where its weight is 0. Without `gradient`, the
+        scores are all that is taken, where they suffice.
+        """
         if self.taps.layers:
             self.verification.begin()
-        found = self.taps.forward(batch)
-        problem.heed(found.losses)
-        self._differentiate(found, self._needs_graph(found))
+        found = self.taps.forward(batch, in_v=weighing is not None)
+        self.problem.heed(found.losses)
+        if weighing is not None and not found.coupled:
+            found.losses, found.seeds = weighing(found.losses)
+        needed = gradient or not all(call.is_plain for call in found.calls)
+        self._differentiate(found, gradient and self._needs_graph(found), needed)
         self.verification.note(found, found.data if found.own is None else found.own, batch)
         return found
 
@@ -128,12 +141,19 @@ class Recorder(Tap):
         self.verification.note(found, found.data if found.own is None else found.own, None)
         return found
 
-    def _differentiate(self, found: TappedPass, keep: bool) -> None:
+    def _differentiate(self, found: TappedPass, keep: bool, gradient: bool = True) -> None:
         """The gradient of the mean loss and the scores of the layers, from one backward pass where that is enough."""
         value = found.losses.mean()
         leaves, constant = self.problem.theta.leaves, self._constant(found)
-        if constant is None:
-            given = torch.autograd.grad(value, (*leaves, *found.edges), allow_unused=True, retain_graph=keep or None)
+        if found.seeds is not None and not gradient:
+            found.data = [None] * len(leaves)
+            if found.calls:
+                found.scores = torch.autograd.grad(found.losses.values, found.edges, found.seeds, allow_unused=True)
+        elif constant is None:
+            source = value if found.seeds is None else found.losses.values
+            given = torch.autograd.grad(
+                source, (*leaves, *found.edges), found.seeds, allow_unused=True, retain_graph=keep or None
+            )
             found.data, found.scores = list(given[: len(leaves)]), given[len(leaves) :]
         else:
             found.data = list(torch.autograd.grad(value, leaves, allow_unused=True, retain_graph=True))

@@ -44,6 +44,7 @@ class TappedPass(Pass):
         drawn: whether random numbers were drawn, so that the rows of all parameters must be of the same pass.
         own: the gradient with the weights held constant; None where it is the gradient itself.
         scores: of the objective with constant weights, one for each call, and then for each of the norms.
+        seeds: what the backward pass multiplied each loss with, where it was not its weight over B.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -56,6 +57,7 @@ class TappedPass(Pass):
     drawn: bool = False
     own: list[Tensor | None] | None = None
     scores: Scores = ()
+    seeds: Tensor | None = None
 
     @property
     def edges(self) -> list[Any]:
@@ -84,10 +86,10 @@ class Taps:
         self.names = {id(leaf): name for name, leaf in zip(theta.names, theta.leaves, strict=True)}
         self.shapes = {name: leaf.shape for name, leaf in zip(theta.names, theta.leaves, strict=True)}
 
-    def forward(self, batch: Batch) -> TappedPass:
-        """The losses of a batch, the layers they went through, and what their graph tells of both."""
+    def forward(self, batch: Batch, in_v: bool = False) -> TappedPass:
+        """The losses of a batch, the layers they went through, and what their graph tells of both; `in_v`: it reaches v."""
         problem, theta = self.problem, self.problem.theta
-        v: Sequence[Tensor] | None = [leaf.detach() for leaf in problem.v.leaves]
+        v: Sequence[Tensor] | None = [leaf if in_v else leaf.detach() for leaf in problem.v.leaves]
         if problem.v.root is not None:
             v = problem.v.leaves if self.layers else None
         before = standing(theta.device) if self.draws else None

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from nhgd._recording.weighing import LaggedCross, Recognition
 from nhgd._validation import counted, not_negative
 from nhgd.algorithm.aid import check_batches
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import InputError
-from nhgd.inverse import AbstractInverse, FisherDense, FisherWindow
+from nhgd.inverse import AbstractInverse, FisherDense, FisherWindow, Learned
 from nhgd.inverse._learned.automatic import completed
 from nhgd.loop.calibration import calibrate
 from nhgd.loop.levenberg_marquardt import LevenbergMarquardt
-from nhgd.loop.loop import Loop, StepInfo
+from nhgd.loop.loop import Loop, Product, StepInfo
 from nhgd.objective import Objective
+from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
 
-Cross = Literal["final", "trajectory"]
+Cross = Literal["auto", "lagged", "final", "trajectory"]
 Inner = Literal["optimizer", "natural"]
 Observe = Literal["all", "end"]
 Curvature = Literal["carried", "fresh"]
@@ -35,11 +38,12 @@ class Visit(NamedTuple):
 
 @dataclass
 class NHGDState:
-    """Where theta started, the last adjoint, and the damping of natural steps."""
+    """Where theta started, the last adjoint, the damping of natural steps, and how v was seen to enter the inner problem."""
 
     theta: Tensor
     adjoint: Tensor | None = None
     marquardt: LevenbergMarquardt | None = None
+    recognition: Recognition | None = None
 
 
 @final
@@ -54,14 +58,28 @@ class NHGD(AbstractAlgorithm):
                 L     <- ( t L + d2_{theta,v} l(v, theta, batch_t) ) / (t + 1)
             v <- Pi( v - alpha ( grad_v f - L^T A grad_theta f ) )
 
-    L is never formed. cross="trajectory" stores each step's theta and batch and takes L^T x once, at the end;
-    cross="final" takes it at the last theta over `batches` fresh batches, the paper's estimator with M of them.
+    L is never formed; with x = A grad_theta f it is L^T x that is taken, in one of three ways:
+
+        cross="lagged"        mean_t (d2_{theta,v} l_t)^T x_{k-1}     inside the inner steps, along the x of the outer step before
+        cross="trajectory"    mean_t (d2_{theta,v} l_t)^T x_k         each step's theta and batch are visited again
+        cross="final"         (d2_{theta,v} l)^T x_k                  at the last theta, over `batches` fresh batches
+
+    "lagged" costs one more product for each layer of an inner step, and every sample of the inner loop gets a part of the
+    hypergradient. It needs a v that weighs samples, or moves the ridge, and enters nowhere else:
+
+        (d2_{theta,v} l)^T x = (1/B) sum_i (dw_i/dv) <s_i, x> + sum( (dl2/dv) 2 theta x ),      s_i the gradient of l_i
+
+    That is recognised in the first outer step, which has no x yet and is "final", and is verified there, along a random vector,
+    against the derivative of the gradient's graph; "final" and "trajectory" do without that graph then, too. The run's
+    stats["cross"] tell what was found.
 
     Args:
         inverse: what learns; None: K-FAC where theta has Linear or Conv2d layers, else the window.
         refine: preconditioned CG steps on top of it; 0 for none. The products run over `batches`.
-        cross: "final" or "trajectory".
-        batches: fresh inner batches at the end of the inner loop, or "all" for one pass over the data.
+        cross: "lagged", "trajectory" or "final" as above; "auto": "lagged" where v weighs samples and theta goes on from one
+            outer step to the next, otherwise "final".
+        batches: fresh inner batches at the end of the inner loop, or "all" for one pass over the data: for the cross
+            derivative of "final" and for the products of a refined solve. They are not drawn where neither needs them.
         warm_start: theta goes on from the last outer step; otherwise each inner loop begins where the first one did.
         curvature: "carried" over outer steps, or "fresh" at each.
         observe: "all" inner steps, or "end": the batches of the cross derivative, once, where the inner loop has ended. This
@@ -82,13 +100,14 @@ class NHGD(AbstractAlgorithm):
     mean gradient is not the Fisher matrix; the literal method, as the paper's experiments run it (smoothed update, M batches
     at the end), is the preset "nhgd-paper", and algorithm 1 as printed is NHGD(FisherDense(form="inverse",
     update="average", records="raw"), cross="trajectory"). 2. L has no warm start: its
-    initial weight in the recursion is zero.
+    initial weight in the recursion is zero. 3. "lagged" multiplies the L of this inner loop by the x of the last one, because L
+    is then never needed again; x moves as slowly as v and theta do, and where they come to rest nothing lags.
     """
 
     name: ClassVar[str] = "nhgd"
     inverse: AbstractInverse | None = None
     refine: int = 0
-    cross: Cross = "final"
+    cross: Cross = "auto"
     batches: int | str = 1
     warm_start: bool = True
     curvature: Curvature = "carried"
@@ -111,7 +130,7 @@ class NHGD(AbstractAlgorithm):
         """The named variants."""
         literal = FisherDense(form="inverse", update="ema", beta=0.8, records="raw", warm="reset")
         return {
-            "nhgd-paper": cls(inverse=literal, batches=5),
+            "nhgd-paper": cls(inverse=literal, cross="final", batches=5),
             "nhgd-window": cls(inverse=FisherWindow()),
             "nhgd-refined": cls(refine=5),
         }
@@ -145,29 +164,69 @@ class NHGD(AbstractAlgorithm):
             loop.problem.theta.assign(state.theta)
         if self.curvature == "fresh":
             loop.executor.start(inverse, loop.problem.theta)
+        lagged = None
+        if state.adjoint is not None and self._way(loop, state.recognition) == "lagged":
+            lagged = loop.lagged_cross(state.adjoint)
         visits: list[Visit] = []
         steps = (
             loop.settings.inner_steps if state.marquardt is None else self.natural_steps or loop.settings.inner_steps
         )
-        losses = [self._inner(loop, state, visits) for _ in range(steps)]
-        batches = loop.inner_batches(self.batches)
+        losses = [self._inner(loop, state, visits, lagged) for _ in range(steps)]
+        recognition = self._recognised(loop, state.recognition)
+        way = self._way(loop, recognition)
+        taken = "final" if way == "lagged" and lagged is None else way
+        # Where neither the cross derivative nor the solve needs a batch, the last one is there to look at in doubt.
+        needed = taken == "final" or not isinstance(inverse, Learned) or self.observe == "end"
+        batches = loop.inner_batches(self.batches) if needed else [loop.recent[-1]]
         if self.observe == "end":
             for batch in batches:
                 loop.gradient(loop.objective(batch), always=True)
+        plain = recognition is not None and recognition.role in ("weights", "ridge")
 
-        def along(x: Tensor) -> list[Tensor]:
-            return trajectory_cross(loop, visits, x)
+        def cross(at: Oracle) -> Product:
+            if lagged is not None:
+                return lambda x: lagged.mean(loop.division.summed)
+            return partial(trajectory_cross, loop, visits, plain) if taken == "trajectory" else loop.plain_cross(at)
 
-        found, lag = loop.implicit(batches, state.adjoint, along if self.cross == "trajectory" else None)
+        # Products of the solve leave the graph of a gradient behind, from which a cross derivative is cheaper than a pass.
+        own = taken != "final" or (way == "final" and plain and isinstance(inverse, Learned))
+        found, lag = loop.implicit(batches, state.adjoint, cross if own else None)
         norm = loop.move_v(found.leaves)
         notes = {"inverse": inverse.name, "residual": found.stats.residual}
         notes["poor_solve"] = found.stats.trouble is not None
         if state.marquardt is not None:
             notes |= {"damping": state.marquardt.damping, "taken_back": state.marquardt.taken_back}
         info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, lag, notes)
-        return NHGDState(state.theta, found.adjoint, state.marquardt), info
+        loop.remarks["cross"] = {"way": way} | ({} if recognition is None else vars(recognition))
+        return NHGDState(state.theta, found.adjoint, state.marquardt, recognition), info
 
-    def _inner(self, loop: Loop, state: NHGDState, visits: list[Visit]) -> Tensor:
+    def _may_lag(self, loop: Loop) -> bool:
+        """Whether the cross derivative is to come from inner steps, if it can. A compiled model would run uncompiled there."""
+        return self.cross == "lagged" or (
+            self.cross == "auto" and self.warm_start and not loop.problem.theta.is_compiled
+        )
+
+    def _way(self, loop: Loop, recognition: Recognition | None) -> str:
+        """Of taking the cross derivative."""
+        if self.cross == "auto":
+            weighs = recognition is not None and recognition.role == "weights"
+            return "lagged" if weighs and self._may_lag(loop) else "final"
+        return self.cross
+
+    def _recognised(self, loop: Loop, known: Recognition | None) -> Recognition | None:
+        """How v enters, where the cross derivative depends on it; found out on the last inner batch, once."""
+        assert loop.inverse is not None
+        if known is not None or (self.cross == "final" and not isinstance(loop.inverse, Learned)):
+            return known
+        found = loop.recognise(in_step=self._may_lag(loop))
+        if self.cross == "lagged" and found.note is not None:
+            raise InputError(
+                f"cross='lagged' needs a v that weighs samples, or moves the ridge, and enters nowhere else; here {found.note}."
+                " Use cross='final' or cross='trajectory'."
+            )
+        return found
+
+    def _inner(self, loop: Loop, state: NHGDState, visits: list[Visit], lagged: LaggedCross | None) -> Tensor:
         if self.cross == "trajectory":
             objective = loop.objective(loop.inner_batch(), loop.seed())
             visits.append(Visit(loop.problem.theta.flat(), objective))
@@ -176,19 +235,23 @@ class NHGD(AbstractAlgorithm):
         if state.marquardt is not None:
             # Where the last inner loop ended, this one begins, so its curvature serves the first step.
             known = self.observe == "end" and loop.clock.t == 0 and loop.clock.k > 0 and self.curvature == "carried"
-            return state.marquardt.step(loop, objective, record=not (known and self.warm_start))
-        return loop.inner_step(objective, record=self.observe == "all")
+            return state.marquardt.step(loop, objective, record=not (known and self.warm_start), cross=lagged)
+        return loop.inner_step(objective, record=self.observe == "all", cross=lagged)
 
 
-def trajectory_cross(loop: Loop, visits: list[Visit], x: Tensor) -> list[Tensor]:
-    """L^T x with L the mean cross derivative over the inner steps: each is visited again, one at a time."""
+def trajectory_cross(loop: Loop, visits: list[Visit], plain: bool, x: Tensor) -> list[Tensor]:
+    """L^T x with L the mean cross derivative over the inner steps: each is visited again, one at a time.
+
+    plain: by passes that need no graph of a gradient.
+    """
     problem = loop.problem
     here = problem.theta.flat()
     total = [torch.zeros_like(leaf) for leaf in problem.v.leaves]
     try:
         for visit in visits:
             problem.theta.assign(visit.theta)
-            for t, part in zip(total, loop.replay(visit.objective).cross(x), strict=True):
+            at = loop.replay(visit.objective)
+            for t, part in zip(total, (loop.plain_cross(at) if plain else at.cross)(x), strict=True):
                 t.add_(part, alpha=1 / len(visits))
     finally:
         problem.theta.assign(here)

@@ -79,6 +79,10 @@ class Division:
             return OuterObjective(self.problem, own, seed)
         return DividedOuterObjective(self.problem, own, seed, shard)
 
+    def summed(self, in_v: list[Tensor]) -> list[Tensor]:
+        """Tensors shaped like the leaves of v, summed over the workers."""
+        return self.team.sparse_sum(in_v) if isinstance(self.team, Team) else in_v
+
     def assert_equal(self) -> None:
         """Stop the run when the workers no longer hold the same."""
         if self.team.size > 1:

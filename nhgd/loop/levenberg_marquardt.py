@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nhgd._recording.weighing import LaggedCross
 from nhgd.errors import InputError
 from nhgd.inverse._learned.damping import damped
 from nhgd.inverse.capabilities import preconditioner, with_learner
@@ -36,7 +37,9 @@ class LevenbergMarquardt:
     damping: float = 0.0
     taken_back: int = 0
 
-    def step(self, loop: Loop, objective: Objective | None = None, record: bool = True) -> Tensor:
+    def step(
+        self, loop: Loop, objective: Objective | None = None, record: bool = True, cross: LaggedCross | None = None
+    ) -> Tensor:
         """One natural step, by default on the next batch, by the curvature at hand or recorded here; the loss before it.
 
         Dropout is that of the objective's seed, the same before and after.
@@ -47,7 +50,7 @@ class LevenbergMarquardt:
             raise InputError("inner='natural' needs the curvature of the step before it: use execution='inline'.")
         if objective is None:
             objective = loop.objective(loop.inner_batch(), loop.seed())
-        found = loop.gradient(objective, record)
+        found = loop.gradient(objective, record, cross=cross)
         gradient = theta.flatten(found.gradient)
         state, _ = loop.executor.state()
         if self.damping == 0.0:

@@ -9,13 +9,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from nhgd import _threads as threads
 from nhgd._recording.recorder import Recorder
+from nhgd._recording.weighing import LaggedCross, Recognition, Weighing
 from nhgd._tree import map_tensors
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import Data, Stream
@@ -38,6 +40,7 @@ from nhgd.schedule import Clock
 
 MOST_BATCHES = 1_000_000  # at one point
 RECENT = 64
+Product: TypeAlias = Callable[[Tensor], list[Tensor]]  # of the transposed cross derivative with a vector (D,)
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Loop:
         self.calls = OracleCalls()
         self.complaints = Complaints()
         self.clock = Clock()
+        self.remarks: dict[str, Any] = {}  # what the method has found out about the problem, for the run's stats
         self._threads: tuple[int, int] | None = (
             None  # CPU threads to compute on, and those that torch had at the choice
         )
@@ -111,6 +115,7 @@ class Loop:
         """Keep the state of this inverse from now on, beginning afresh."""
         self.inverse = inverse
         self._recording: Recorder | None = None
+        self._weighing: Weighing | None = None
         if inverse is not None:
             self.executor.start(inverse, self.problem.theta, self.problem.v)
             learner = inverse.learner
@@ -135,18 +140,20 @@ class Loop:
         self,
         batches: Sequence[Batch],
         start: Tensor | None = None,
-        cross: Callable[[Tensor], list[Tensor]] | None = None,
+        cross: Callable[[Oracle], Product] | None = None,
     ) -> tuple[Hypergradient, int]:
         """The hypergradient where the inner loop has ended, on these batches and the next outer one; the lag of its curvature.
 
-        All that can be done without the curvature is done before it is waited for. Arguments as of the implicit formula.
+        All that can be done without the curvature is done before it is waited for. Arguments as of the implicit formula, but
+        that `cross` is handed the point, and gives the product with x.
         """
         executor = self.executor
         waiting = isinstance(executor, SupportsOverlap) and executor.inner_loop_ended()
         at = self.oracle(batches, self.outer.next())
         try:
             outer = at.outer()
-            if cross is None and waiting:  # else the graph would only take memory
+            along = None if cross is None else cross(at)
+            if along is None and waiting:  # else the graph would only take memory
                 at.prepare()
         except NhgdError:
             raise
@@ -158,7 +165,39 @@ class Loop:
                 raise
             raise found from error
         inverse, curvature, lag = executor.curvature()
-        return implicit(at, inverse, curvature, start, cross, outer, self.complaints), lag
+        return implicit(at, inverse, curvature, start, along, outer, self.complaints), lag
+
+    @property
+    def weighing(self) -> Weighing:
+        """Takes the cross derivative from plain passes, where v weighs samples or moves the ridge and does nothing else."""
+        if self._weighing is None:
+            self._weighing = Weighing(self.problem, self._recording)
+        return self._weighing
+
+    def recognise(self, in_step: bool) -> Recognition:
+        """How v enters the last inner batch. `in_step`: the cross derivative is to come from inner steps."""
+        return self.weighing.recognise(self.objective(self.recent[-1]), in_step)
+
+    def lagged_cross(self, x: Tensor) -> LaggedCross:
+        """Takes the cross derivative along x from the inner steps it is handed to."""
+        return LaggedCross(self.weighing, x, self.division.workers)
+
+    def plain_cross(self, at: Oracle) -> Product:
+        """As `Oracle.cross`, by plain passes; that over a single batch is taken here and now."""
+        total = [torch.zeros_like(leaf) for leaf in self.problem.v.leaves]
+        passes = [partial(self.weighing.cross, objective, self.calls) for objective in at.objectives]
+        first = passes[0]() if len(passes) == 1 else None
+
+        def times(x: Tensor) -> list[Tensor]:
+            self.calls.cross += len(passes)
+            if first is not None:
+                return first(x)[0]
+            for taken, share in zip(passes, at.shares, strict=True):
+                for t, part in zip(total, taken()(x)[0], strict=True):
+                    t.add_(part, alpha=share)
+            return total
+
+        return times
 
     def seed(self) -> int:
         """A fresh seed for a pass that will be replayed."""
@@ -190,20 +229,32 @@ class Loop:
             )
         return [self.inner_batch() for _ in range(int(count))]
 
-    def gradient(self, objective: Objective, record: bool = True, always: bool = False) -> InnerStep:
-        """The inner gradient on a batch, its record handed to the executor when the inverse wants it, or `always`."""
+    def gradient(
+        self, objective: Objective, record: bool = True, always: bool = False, cross: LaggedCross | None = None
+    ) -> InnerStep:
+        """The inner gradient on a batch, its record handed to the executor when the inverse wants it, or `always`.
+
+        `cross` takes its cross derivative from the same pass.
+        """
         learner = None if self.inverse is None else self.inverse.learner
         wanted = record and learner is not None and (always or needs_record(learner, self.clock.total))
-        tap = self._recording if wanted and self._recording is not None else NO_TAP
-        found = objective.step(tap, self.calls)
+        recorder = self._recording if wanted else None
+        if cross is None:
+            found = objective.step(NO_TAP if recorder is None else recorder, self.calls)
+        else:
+            tap = cross.tap(recording=recorder is not None)
+            found = objective.step(tap, self.calls)
+            cross.take(objective, tap, self.calls)
         if found.record is not None:
             self.executor.submit(found.record)
         return found
 
-    def inner_step(self, objective: Objective | None = None, record: bool = True) -> Tensor:
+    def inner_step(
+        self, objective: Objective | None = None, record: bool = True, cross: LaggedCross | None = None
+    ) -> Tensor:
         """One projected optimiser step on theta, by default on the next batch; returns the loss before it."""
         chosen = self.objective(self.inner_batch()) if objective is None else objective
-        found = self.gradient(chosen, record)
+        found = self.gradient(chosen, record, cross=cross)
 
         def closure() -> Tensor:
             again = self.gradient(chosen, record=False)

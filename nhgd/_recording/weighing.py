@@ -1,0 +1,448 @@
+"""The cross derivative where v weighs samples or moves the ridge, and enters nowhere else.
+
+    (d2_{theta,v} l)^T x  =  (1/B) sum_i (dw_i/dv) <s_i, x>  +  sum( (dl2/dv) 2 theta x ),      s_i the gradient of l_i
+
+No gradient is differentiated: the numbers <s_i, x> are constants, and the graph from v to the weights is small. In an inner step
+they come from the inputs and scores of its layers, by one more product for each,
+
+    <s_i, x> = sum_t <score_it, X a_it + x_b>        over all Linear and Conv2d layers, X and x_b their parts of x
+
+and otherwise from a pass in forward mode, which takes any parameters, and samples that influence each other. Whether v enters
+elsewhere is seen in every batch; where it does, the gradient is differentiated as it always can be.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from nhgd._randomness import set_states, states, unmoved
+from nhgd._recording.accounting import walked
+from nhgd._recording.normalisation import couples_samples
+from nhgd._recording.recorder import Recorder
+from nhgd._recording.taps import TappedPass
+from nhgd.data.batch import Batch
+from nhgd.errors import InputError
+from nhgd.losses import Losses
+from nhgd.objective import Objective, OracleCalls, Pass, Tap, twice_differentiable
+from nhgd.problem import Bilevel
+from nhgd.record import InnerRecord, Reduction
+
+FAINT = 1e-20  # of the largest weight: a seed that leaves no trace in a sum, and yet tells the gradient of its sample
+FAINTEST = 1e-30  # the least seed whose scores are ordinary numbers of float32 and bfloat16
+Role: TypeAlias = Literal["weights", "ridge", "none", "other"]
+Source: TypeAlias = Literal["scores", "forward", "graph"]
+Terms: TypeAlias = "list[Tensor | None]"
+
+
+@dataclass(frozen=True)
+class Recognition:
+    """How v enters the inner problem, as far as one batch has shown.
+
+    Attributes:
+        role: of v: it gives the "weights" of samples, and perhaps the ridge; the "ridge" alone; "none" of both, nor anything
+            else; or "other": it enters the losses themselves, or only the graph of the gradient tells the cross derivative.
+        source: where <s_i, x> came from.
+        difference: of the cross derivative from that of the gradient's graph, relative, along a random vector.
+        note: why that graph is needed, where it is.
+    """
+
+    role: str
+    source: str | None = None
+    difference: float | None = None
+    note: str | None = None
+
+
+class Weighing:
+    """Takes cross derivatives from plain passes over a problem's batches.
+
+    Args:
+        problem: what is solved.
+        recorder: that of the run's inner steps, whose passes also serve; None where nothing is recorded.
+    """
+
+    def __init__(self, problem: Bilevel, recorder: Recorder | None = None) -> None:
+        self.problem = problem
+        self.recorder = Recorder(problem, "layer") if recorder is None else recorder
+        root = problem.theta.root
+        # As far as was seen; otherwise a row of scores is not of one loss alone.
+        self.independent = root is None or not any(couples_samples(module) for module in root.modules())
+        self._forward: Literal["untried", "loaded", "fails"] = "untried"
+        self._names = {id(leaf): name for name, leaf in zip(problem.v.names, problem.v.leaves, strict=True)}
+
+    def recognise(self, objective: Objective, in_step: bool) -> Recognition:
+        """Look at one batch, at a theta nearby, where nothing is zero by accident. Draws nothing and counts nothing.
+
+        Args:
+            in_step: whether the cross derivative is to come from the passes of inner steps, or from passes of its own.
+        """
+        theta, objective = self.problem.theta, copy(objective)
+        objective.seed = 0
+        with unmoved(theta.device), self.problem.guarded(seed=0), torch.enable_grad():
+            with theta.nearby():
+                try:
+                    strange = not bool(torch.isfinite(self.problem.losses(objective.batch).values).all())
+                except Exception:  # the user's function may not know such a place
+                    strange = True
+                if not objective.anywhere(strange):
+                    return self._compared(objective, in_step)
+            return self._compared(objective, in_step)
+
+    def _compared(self, objective: Objective, in_step: bool) -> Recognition:
+        """The cross derivative along a random vector, beside the one from the gradient's graph."""
+        theta = self.problem.theta
+        role = self._role(objective)
+        if role == "other":
+            return Recognition(role, note="v enters the losses of the samples, or their weights depend on theta")
+        if role == "none":
+            return Recognition(role)
+        x = torch.randn(theta.numel, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        x = x.to(theta.device, theta.dtype)
+        if in_step:
+            lagged = LaggedCross(self, x)
+            tap = lagged.tap(recording=False)
+            objective.step(tap)
+            lagged.take(objective, tap)
+            source, found = tap.source, lagged.mean(lambda terms: objective.summed([], terms))
+        else:
+            found, source = self.cross(objective)(x)
+        if objective.anywhere(source == "graph"):
+            note = "the losses can be differentiated neither by way of layers nor in forward mode"
+            return Recognition("other", source, note=note)
+        true = objective.cross(x)
+        size = _norm(true)
+        difference = _norm([a - b for a, b in zip(found, true, strict=True)])
+        difference = difference / size if size else difference
+        if not difference <= self._tolerance(objective.batch):
+            note = f"taken without it, the cross derivative differs by {difference:.2g} of its length"
+            return Recognition("other", source, difference, note)
+        return Recognition(role, source, difference)
+
+    def _role(self, objective: Objective) -> Role:
+        with objective.drawing():
+            losses = self.problem.losses(objective.batch)
+        holds = self.holds(losses)
+        weighs = losses.weights is not None and self._reaches_v(losses.weights)
+        if objective.anywhere(not holds):
+            return "other"
+        if objective.anywhere(weighs):
+            return "weights"
+        coefficients = self.problem.ridge_coefficients()
+        return "ridge" if any(isinstance(c, Tensor) and self._reaches_v(c) for c in coefficients) else "none"
+
+    def _tolerance(self, batch: Batch) -> float:
+        """Far above rounding, and far below any difference that another formula makes."""
+        dtypes = {leaf.dtype for leaf in self.problem.theta.leaves}
+        with torch.no_grad():
+            outputs = self.problem.losses(batch).outputs
+        if outputs is not None and outputs.is_floating_point():
+            dtypes.add(outputs.dtype)  # autocast
+        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+        return 1e-6 if eps < 1e-10 else max(1e-3, 8 * eps)
+
+    def holds(self, losses: Losses) -> bool:
+        """Whether v enters these losses through their weights alone, and the weights are constant in theta."""
+        weights = losses.weights
+        if self._reaches_v(losses.values):
+            return False
+        return weights is None or not weights.requires_grad or not self.recorder.taps.uses_theta(weights)
+
+    def _reaches_v(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._names or bool(walked((tensor,), (), self._names).uses)
+
+    def cross(
+        self, objective: Objective, calls: OracleCalls | None = None
+    ) -> Callable[[Tensor], tuple[list[Tensor], Source]]:
+        """The pass over a batch, for the cross derivative, transposed, times any x: one tensor for each leaf of v.
+
+        What is returned, ridge included, is of the theta where the pass was taken; with it, where <s_i, x> came from.
+        """
+        problem = self.problem
+        tap = CrossTap(self, None, recording=False)
+        theta = [leaf.detach().clone() for leaf in problem.theta.leaves] if callable(problem.l2) else []
+        with objective.drawing(), torch.enable_grad():
+            tap.look(problem, objective.batch)
+        objective.count(calls)
+
+        def times(x: Tensor) -> tuple[list[Tensor], Source]:
+            along = problem.theta.unflatten(x)
+            with objective.drawing(), torch.enable_grad():
+                tap.multiply(problem, objective.batch, along)
+                terms = self.from_graph(objective, along) if tap.terms is None else tap.terms
+            found = objective.summed([], [t * objective.share for t in self.filled(terms)])
+            ridge = self.ridge(theta, along)
+            return [f if r is None else f + r for f, r in zip(found, ridge, strict=True)], tap.source
+
+        return times
+
+    def from_graph(self, objective: Objective, along: Sequence[Tensor]) -> Terms:
+        """The mean over the samples here, without the ridge, by differentiating the gradient; in the setting of a pass."""
+        with torch.enable_grad(), twice_differentiable():
+            value, leaves = objective.losses().mean(), self.problem.theta.leaves
+            gradient = torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True)
+        return list(objective.pull_back(gradient, along, self.problem.v.leaves))
+
+    def in_forward_mode(self, batch: Batch, along: Sequence[Tensor]) -> Terms | None:
+        """The mean over the samples here, without the ridge, by one pass in forward mode; None where that cannot be.
+
+        Only v has a graph in this pass, so that losses which have one show that v enters them, and weights which have a
+        tangent that they depend on theta.
+        """
+        if self._forward == "fails":
+            return None
+        try:
+            return self._in_forward_mode(batch, along)
+        except (RuntimeError, TypeError, ValueError) as error:  # an operation may have no derivative of this kind
+            if isinstance(error, InputError):
+                raise
+        if self._forward == "untried":
+            # torch has some more such derivatives, which take a second to load.
+            self._forward = "loaded"
+            with warnings.catch_warnings(), forward_ad.dual_level():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                forward_ad.make_dual(torch.zeros(1), torch.zeros(1))
+            return self.in_forward_mode(batch, along)
+        self._forward = "fails"
+        return None
+
+    def _in_forward_mode(self, batch: Batch, along: Sequence[Tensor]) -> Terms | None:
+        problem = self.problem
+        with torch.enable_grad(), forward_ad.dual_level():
+            pairs = zip(problem.theta.leaves, along, strict=True)
+            theta = [torch._make_dual(leaf.detach(), x.contiguous(), level=0) for leaf, x in pairs]
+            losses = problem.losses(batch, theta, problem.v.leaves)
+            values = forward_ad.unpack_dual(losses.values)
+            if values.primal.requires_grad:
+                return None
+            if losses.weights is None:
+                return [None] * len(problem.v.leaves)
+            weights = forward_ad.unpack_dual(losses.weights)
+            if weights.tangent is not None and bool(weights.tangent.ne(0).any()):
+                return None
+            tangent = torch.zeros_like(values.primal) if values.tangent is None else values.tangent
+            return self.pulled(weights.primal, tangent.detach())
+
+    def from_scores(self, found: TappedPass, along: Sequence[Tensor]) -> Tensor | None:
+        """<s_i, x> of every sample, (B,), from the layers of a seeded pass; None where they are not all of the gradient."""
+        samples = found.losses.values.shape[0]
+        if self.recorder.verification.unaccounted or found.seeds is None:
+            return None
+        for call, score in zip(found.calls, found.scores, strict=True):
+            lies_first = (
+                call.output_shape[0] == samples and call.input.shape[0] == samples and len(call.output_shape) > 1
+            )
+            if not lies_first or (score is not None and score.dtype == torch.float16):
+                return None
+        parts = dict(zip(self.problem.theta.names, along, strict=True))
+        total = torch.zeros_like(found.seeds)
+        for call, score in zip(found.calls, found.scores, strict=True):
+            if score is None:
+                continue
+            dtype = torch.promote_types(torch.promote_types(call.input.dtype, score.dtype), torch.float32)
+            weight, bias = parts[call.weight].to(dtype), None if call.bias is None else parts[call.bias].to(dtype)
+            a = call.input.to(dtype)
+            if isinstance(call.module, nn.Conv2d):
+                moved = nn.Conv2d._conv_forward(call.module, a, weight, bias)
+            else:
+                moved = F.linear(a, weight, bias)
+            total = total + (moved * score.reshape(call.output_shape)).flatten(1).sum(1).to(total.dtype)
+        return total / found.seeds
+
+    def seeded(self, losses: Losses) -> tuple[Losses, Tensor | None]:
+        """Seeds w_i / B of a backward pass from which the gradient of every sample can be told, where v only weighs.
+
+        A weight of 0 would hide the gradient of its sample, which must be able to come back. So a weight that is nothing
+        beside the largest is replaced by one that is almost nothing; in the losses returned it is 0.
+        """
+        if losses.weights is None or not losses.per_sample or not self.holds(losses):
+            return losses, None
+        weights = losses.weights.detach()
+        sizes = weights.abs()
+        least = (FAINT * sizes.amax()).clamp_min(FAINTEST)
+        faint = sizes < least
+        seeds = torch.where(faint, least, weights) * (torch.ones_like(least) / weights.shape[0])
+        return replace(losses, weights=torch.where(faint, 0.0, weights)), seeds
+
+    def pulled(self, weights: Tensor, products: Tensor) -> Terms:
+        """(1/B) sum_i (dw_i/dv) <s_i, x>, one tensor for each leaf of v."""
+        leaves = self.problem.v.leaves
+        if not weights.requires_grad:
+            return [None] * len(leaves)
+        along = products.to(weights.dtype) / weights.shape[0]
+        return list(torch.autograd.grad(weights, leaves, along, allow_unused=True, retain_graph=True))
+
+    def ridge(self, theta: Sequence[Tensor], along: Sequence[Tensor]) -> Terms:
+        """sum( (dl2/dv) 2 theta x ), one tensor for each leaf of v."""
+        leaves = self.problem.v.leaves
+        if not callable(self.problem.l2):
+            return [None] * len(leaves)
+        with torch.enable_grad():
+            coefficients = self.problem.ridge_coefficients()
+            pairs = [
+                (c, (2 * t * x).sum_to_size(c.shape).to(c.dtype))
+                for c, t, x in zip(coefficients, theta, along, strict=True)
+                if isinstance(c, Tensor) and c.requires_grad
+            ]
+            if not pairs:
+                return [None] * len(leaves)
+            return list(torch.autograd.grad([c for c, _ in pairs], leaves, [g for _, g in pairs], allow_unused=True))
+
+    def filled(self, terms: Terms) -> list[Tensor]:
+        """Zeros for a leaf of v that takes no part."""
+        return [torch.zeros_like(p) if t is None else t for t, p in zip(terms, self.problem.v.leaves, strict=True)]
+
+
+class LaggedCross:
+    """The mean cross derivative of the inner steps of one loop along a vector that is known before them.
+
+    Args:
+        weighing: how v enters.
+        x: the vector, (D,).
+        workers: how many share each batch.
+    """
+
+    def __init__(self, weighing: Weighing, x: Tensor, workers: int = 1) -> None:
+        problem = weighing.problem
+        self.weighing = weighing
+        self.along = problem.theta.unflatten(x)
+        self.workers = workers
+        self.steps = 0
+        self._total = [torch.zeros_like(leaf) for leaf in problem.v.leaves]
+        self._theta = [torch.zeros_like(leaf) for leaf in problem.theta.leaves] if callable(problem.l2) else None
+
+    def tap(self, recording: bool) -> CrossTap:
+        """For the next inner step."""
+        return CrossTap(self.weighing, self.along, recording)
+
+    def take(self, objective: Objective, tap: CrossTap, calls: OracleCalls | None = None) -> None:
+        """Add what the tap has found in a step on this objective, before theta moves."""
+        weighing = self.weighing
+        self.steps += 1
+        if calls is not None:
+            calls.cross += 1
+        terms = tap.terms
+        if terms is None:
+            with objective.drawing():
+                terms = weighing.from_graph(objective, self.along)
+        if tap.source != "scores":
+            objective.count(calls)
+        # A batch that is not divided, all workers have.
+        share = 1 / self.workers if objective.reduction is None else objective.share
+        for total, term in zip(self._total, terms, strict=True):
+            if term is not None:
+                total.add_(term, alpha=share)
+        if self._theta is not None:
+            for total, leaf in zip(self._theta, weighing.problem.theta.leaves, strict=True):
+                total.add_(leaf.detach())
+
+    def mean(self, summed: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+        """Over the steps; `summed` adds the terms of all workers."""
+        found = [total / self.steps for total in summed(self._total)]
+        if self._theta is None:
+            return found
+        ridge = self.weighing.ridge([total / self.steps for total in self._theta], self.along)
+        return [f if r is None else f + r for f, r in zip(found, ridge, strict=True)]
+
+
+class CrossTap(Tap):
+    """An inner step whose pass also gives the cross derivative along a vector, with or without a record.
+
+    Attributes:
+        terms: the mean over the samples of the batch, without the ridge, after the step; None: only the graph would tell.
+        source: where the numbers <s_i, x> came from.
+    """
+
+    def __init__(self, weighing: Weighing, along: Sequence[Tensor] | None, recording: bool) -> None:
+        self.weighing = weighing
+        self.along = along
+        self.recording = recording
+        self.terms: Terms | None = None
+        self.source: Source = "graph"
+        self._before: list[Tensor] = []  # where the generators stood
+        self._seen: TappedPass | None = None
+        self._weights: Tensor | None = None
+
+    def passed(self, problem: Bilevel, batch: Batch) -> Pass:
+        """The pass of the recorder; where samples influence each other, and nothing is recorded, a plain one."""
+        assert self.along is not None
+        self._seen = self._watched(batch, gradient=True)
+        found: Pass | None = self._seen
+        if found is None:
+            set_states(self._before, problem.theta.device)
+            found = super().passed(problem, batch)
+        self.multiply(problem, batch, self.along)
+        return found
+
+    def look(self, problem: Bilevel, batch: Batch) -> None:
+        """The pass for the cross derivative alone, as far as it needs no vector; none where layers were seen not to suffice."""
+        self._before = states(problem.theta.device)
+        if not self.weighing.recorder.verification.unaccounted:
+            self._seen = self._watched(batch, gradient=False)
+
+    def multiply(self, problem: Bilevel, batch: Batch, along: Sequence[Tensor]) -> None:
+        """The cross derivative along a vector, from the scores of the pass, or else from one in forward mode."""
+        weighing, found, self.terms = self.weighing, self._seen, None
+        if found is not None and self._weights is not None:
+            products = weighing.from_scores(found, along)
+            self.terms = None if products is None else weighing.pulled(self._weights, products)
+        elif found is not None and weighing.holds(found.losses):
+            self.terms = [None] * len(problem.v.leaves)
+        self.source = "scores"
+        if self.terms is None:
+            self.terms = self._replayed(problem, batch, along)
+            self.source = "graph" if self.terms is None else "forward"
+
+    def _watched(self, batch: Batch, gradient: bool) -> TappedPass | None:
+        """A pass of the recorder; None where there can be no such pass."""
+        recorder, taps = self.weighing.recorder, self.weighing.recorder.taps
+        self._before = states(self.weighing.problem.theta.device)
+        if not (self.recording or self.weighing.independent):
+            return None
+
+        def seeded(losses: Losses) -> tuple[Losses, Tensor | None]:
+            self._weights = losses.weights
+            return self.weighing.seeded(losses)
+
+        layers, taps.layers = taps.layers, True  # a record of the whole batch does without them
+        try:
+            return recorder.watched(batch, seeded, gradient)
+        except InputError:
+            if self.recording:
+                raise
+            self.weighing.independent = False
+            return None
+        finally:
+            taps.layers = layers
+
+    def _replayed(self, problem: Bilevel, batch: Batch, along: Sequence[Tensor]) -> Terms | None:
+        """From the same pass in forward mode, with the same dropout."""
+        device = problem.theta.device
+        after = states(device)
+        set_states(self._before, device)
+        try:
+            with problem.guarded():
+                return self.weighing.in_forward_mode(batch, along)
+        finally:
+            set_states(after, device)
+
+    def agree(self, reduction: Reduction) -> None:
+        """As the recorder does."""
+        self.weighing.recorder.agree(reduction)
+
+    def record(
+        self, batch: Batch, found: Pass, gradient: Sequence[Tensor], reduction: Reduction | None = None
+    ) -> InnerRecord | None:
+        """That of the recorder, if one is wanted."""
+        return self.weighing.recorder.record(batch, found, gradient, reduction) if self.recording else None
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return float(torch.stack([t.double().norm() for t in tensors]).norm())
