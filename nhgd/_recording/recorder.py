@@ -120,7 +120,7 @@ class Recorder(Tap):
             self.verification.begin()
         found = self.taps.forward(batch, in_v=weighing is not None)
         self.problem.heed(found.losses)
-        if weighing is not None and not found.coupled:
+        if weighing is not None and not found.batch_objective:
             found.losses, found.seeds = weighing(found.losses)
         needed = gradient or not all(call.is_plain for call in found.calls)
         self._differentiate(found, gradient and self._needs_graph(found), needed)

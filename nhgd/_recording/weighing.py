@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 
 from nhgd._randomness import set_states, states, unmoved
 from nhgd._recording.accounting import walked
-from nhgd._recording.normalisation import couples_samples
+from nhgd._recording.normalisation import normalises_by_batch
 from nhgd._recording.recorder import Recorder
 from nhgd._recording.taps import TappedPass
 from nhgd.data.batch import Batch
@@ -74,7 +74,7 @@ class Weighing:
         self.recorder = Recorder(problem, "layer") if recorder is None else recorder
         root = problem.theta.root
         # As far as was seen; otherwise a row of scores is not of one loss alone.
-        self.independent = root is None or not any(couples_samples(module) for module in root.modules())
+        self.independent = root is None or not any(normalises_by_batch(module) for module in root.modules())
         self._forward: Literal["untried", "loaded", "fails"] = "untried"
         self._names = {id(leaf): name for name, leaf in zip(problem.v.names, problem.v.leaves, strict=True)}
 
