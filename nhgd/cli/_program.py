@@ -55,7 +55,7 @@ COMMANDS = {
     ),
     "clean": Command(
         "clean",
-        "Find mislabelled rows. --out has every row in its order, with weight, suspect and suggested_label added.",
+        "Find mislabelled rows. --out has every row in its order, with weight, suspect, suggested_label and wrong_score added.",
     ),
     "data": Command("data", "Download image sets."),
 }

@@ -17,7 +17,8 @@ from nhgd.cli._output import console, folder, print_json, table
 from nhgd.data.table import Features, Table, labels, read_table
 from nhgd.errors import InputError
 
-ADDED = ("weight", "suspect", "suggested_label")
+ADDED = ("weight", "suspect", "suggested_label", "wrong_score")
+MOST_CLASSES = 30  # that the table for people lists
 
 
 def clean(
@@ -30,6 +31,13 @@ def clean(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Where to write the rows with what was found.")] = Path("weights.csv"),
+    cleaned: Annotated[
+        Path | None,
+        typer.Option(help="Where to write the rows without the suspects, columns as they were.", show_default=False),
+    ] = None,
+    relabel: Annotated[
+        bool, typer.Option("--relabel", help="Keep suspects in --cleaned, with the suggested label.")
+    ] = False,
     ignore: Annotated[
         str | None, typer.Option(help="Columns to leave out, with commas between, such as an id.", show_default=False)
     ] = None,
@@ -38,13 +46,19 @@ def clean(
         str | None,
         typer.Option(help="Columns of numbers that stand for categories, with commas between.", show_default=False),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Outer steps.")] = 150,
+    steps: Annotated[int, typer.Option(help="Outer steps, at most; the best on held-out rows counts.")] = 40,
     seed: Seed = 0,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Find mislabelled rows. --out has every row in its order, with weight, suspect and suggested_label added."""
-    _check_out(out, train, trusted)
+    """Find mislabelled rows. --out has every row in its order, with weight, suspect, suggested_label and wrong_score added."""
+    _check_out("--out", out, train, trusted)
+    if cleaned is not None:
+        _check_out("--cleaned", cleaned, train, trusted)
+        if cleaned.absolute() == out.absolute() or (cleaned.exists() and out.exists() and cleaned.samefile(out)):
+            raise InputError(f"--cleaned {cleaned} is the same file as --out. Name another file.")
+    elif relabel:
+        raise InputError("--relabel says what --cleaned holds, which is not given. Add --cleaned FILE.csv.")
     door = _door()
     cleaner = door.LabelCleaner(
         steps=steps, random_state=checked_seed(seed) % 2**32, device=str(device_called(device)), verbose=None
@@ -54,12 +68,14 @@ def clean(
         rows = read_table(train)
         examples = None if trusted is None else read_table(trusted)
         X, y, given = _numbers(rows, examples, label, _names(ignore), _names(categorical), impute)
-        with folder(out.parent) as place:
+        with folder(out.parent) as place, folder(None if cleaned is None else cleaned.parent) as other:
             assert place is not None
             started = time.perf_counter()
             _fit(cleaner, X, y, given)
             taken = time.perf_counter() - started
             place.write(out.name, lambda path: _write(path, rows, cleaner))
+            if other is not None and cleaned is not None:
+                other.write(cleaned.name, lambda path: _write_cleaned(path, rows, label, cleaner, relabel))
     answer = {
         "rows": len(y),
         "suspects": len(cleaner.label_issues_),
@@ -67,6 +83,9 @@ def clean(
         "trusted": None if examples is None else len(examples.rows),
         "seconds": taken,
         "out": str(out),
+        "cleaned": None if cleaned is None else str(cleaned),
+        "selected_step": cleaner.selected_step_,
+        "by_class": _by_class(cleaner, y),
         "worst": [int(i) + 1 for i in cleaner.label_issues_[:10]],
         "warnings": [_sentence(item.message, door.NoTrustedSetWarning) for item in said],
     }
@@ -98,22 +117,48 @@ def _write(path: Path, rows: Table, cleaner: Any) -> None:
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*rows.header, *ADDED])
-        found = zip(rows.rows, cleaner.weights_, cleaner.suggested_labels_, strict=True)
-        for cells, weight, better in found:
-            writer.writerow([*cells, f"{weight:.6f}", int(weight < 0.5), better])
+        found = zip(rows.rows, cleaner.weights_, cleaner.suggested_labels_, cleaner.scores_, strict=True)
+        for cells, weight, better, score in found:
+            suspect = int(weight < 0.5)
+            # Rounded, a weight just below a half would read as one that is not suspect.
+            shown = min(weight, 0.499999) if suspect else weight
+            writer.writerow([*cells, f"{shown:.6f}", suspect, better, f"{score:.9g}"])
 
 
-def _check_out(out: Path, train: Path, trusted: Path | None) -> None:
+def _write_cleaned(path: Path, rows: Table, label: str, cleaner: Any, relabel: bool) -> None:
+    """The rows that are believed, and with `relabel` the others with the label that was suggested."""
+    place = rows.header.index(label)
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(rows.header)
+        for cells, weight, better in zip(rows.rows, cleaner.weights_, cleaner.suggested_labels_, strict=True):
+            if weight >= 0.5:
+                writer.writerow(cells)
+            elif relabel:
+                writer.writerow([*cells[:place], better, *cells[place + 1 :]])
+
+
+def _by_class(cleaner: Any, y: list[str]) -> list[dict[str, Any]]:
+    """For each class how many rows have it, how many of them are suspect, and what is suggested for those."""
+    names = [str(name) for name in cleaner.classes_]
+    found = []
+    for name, counts in zip(names, cleaner.issue_counts_.tolist(), strict=True):
+        suggested = {other: count for other, count in zip(names, counts, strict=True) if count}
+        found.append({"label": name, "rows": y.count(name), "suspects": sum(counts), "suggested": suggested})
+    return found
+
+
+def _check_out(option: str, out: Path, train: Path, trusted: Path | None) -> None:
     """Refuse, before anything is read, a file that cannot be written or must not be."""
-    check_name("--out", out)
-    check_folder("--out", out.parent)
+    check_name(option, out)
+    check_folder(option, out.parent)
     if out.is_dir():
-        raise InputError(f"--out {out} is a folder. Name a file, for example {out / 'weights.csv'}.")
+        raise InputError(f"{option} {out} is a folder. Name a file, for example {out / 'weights.csv'}.")
     if out.exists() and not out.is_file():
-        raise InputError(f"--out {out} is a device or a pipe, which cannot be replaced. Name a file.")
+        raise InputError(f"{option} {out} is a device or a pipe, which cannot be replaced. Name a file.")
     for given in (train, trusted):
         if given is not None and given.exists() and out.exists() and out.samefile(given):
-            raise InputError(f"--out {out} would overwrite {given}, which is read. Name another file.")
+            raise InputError(f"{option} {out} would overwrite {given}, which is read. Name another file.")
 
 
 def _names(text: str | None) -> set[str]:
@@ -187,9 +232,17 @@ def _tell(answer: dict[str, Any], rows: Table, label: str, cleaner: Any) -> None
         f"{answer['suspects']} of {answer['rows']} rows ({share:.1%}) are suspect, after {answer['seconds']:.1f} s.\n"
     )
     if answer["worst"]:
-        listed = table("the worst", "row", "label", "suggested", "weight", left=3)
+        listed = table("the worst", "row", "label", "suggested", "wrong_score", left=3)
         for row in answer["worst"]:
-            weight = f"{cleaner.weights_[row - 1]:.3g}"
-            listed.add_row(str(row), rows.column(label)[row - 1], str(cleaner.suggested_labels_[row - 1]), weight)
+            score = f"{cleaner.scores_[row - 1]:.3g}"
+            listed.add_row(str(row), rows.column(label)[row - 1], str(cleaner.suggested_labels_[row - 1]), score)
         out.print(listed)
-    out.print(f"\nEvery row, with its weight and a suggested label: {answer['out']}")
+        counted = table("\nby class", "label", "suggested", "rows", "suspects", left=2)
+        for one in answer["by_class"][:MOST_CLASSES]:
+            often = sorted(one["suggested"].items(), key=lambda pair: -pair[1])[:3]
+            words = ", ".join(f"{name} ({count})" for name, count in often)
+            counted.add_row(one["label"], words, str(one["rows"]), str(one["suspects"]))
+        out.print(counted)
+    out.print(f"\nEvery row, with its weight, score and a suggested label: {answer['out']}")
+    if answer["cleaned"] is not None:
+        out.print(f"The cleaned table: {answer['cleaned']}")

@@ -1,29 +1,45 @@
-"""Which labels are wrong? A scikit-learn classifier that learns it from a few trusted samples."""
+"""Which labels are wrong? A scikit-learn classifier that tells, with or without a few trusted samples."""
 
 from __future__ import annotations
 
+import copy
 import warnings
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import Tensor, nn
 
-from nhgd._solver import Solver
+from nhgd._randomness import Randomness
 from nhgd._validation import check_settings, counted, not_negative
 from nhgd.data.device import usable_device
-from nhgd.data.loader import Data
 from nhgd.errors import InputError
-from nhgd.task._classifier import Split, fit, softmax_classifier
-from nhgd.task._weighted_training import WeightedTraining, inner_settings, nhgd_for, outer_settings
-from nhgd.task._weighting import ByLoss
+from nhgd.sklearn._cross_fitting import (
+    AbstractLearner,
+    Classifier,
+    CrossFitting,
+    Linear,
+    Module,
+    Samples,
+    folds,
+    log_probabilities,
+)
+from nhgd.sklearn._learnt_weights import LearntWeights, Parts, learn_weights
+from nhgd.sklearn._noise import NoiseModel, averaged, fit_noise, threshold, wrong_log_odds
+from nhgd.task._classifier import Split, softmax_classifier
 
 Array = np.ndarray[Any, Any]
 FARTHEST = 1e8  # deviations of a feature; powers of what lies farther overflow in float32
+RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
+FEW_RIDGES = (1e-3, 1e-2)  # where a fit takes long; with many samples the ridge matters less
+LARGE = 20_000_000  # samples times features times classes
+MIDDLE = 1e-2  # the ridge under which weights are learnt where none is given
+FOLDS = 5
+ROUNDS = 2  # of cross-fitting with weights from the noise model, after the one with learnt weights
 
 
 class NoTrustedSetWarning(UserWarning):
@@ -45,16 +61,49 @@ class TrustedScaleWarning(UserWarning):
     """The trusted samples do not look like X: most likely only one of the two went through a scaler."""
 
 
+@runtime_checkable
+class SupportsProbabilities(Protocol):
+    """A classifier as scikit-learn has it."""
+
+    def fit(self, X: Any, y: Any) -> Any:
+        """Learn from samples and their classes."""
+
+    def predict_proba(self, X: Any) -> Any:
+        """The probability of each class, (N, C)."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One cross-fitted model of several: what it says of every sample, and how likely that makes what is known.
+
+    Attributes:
+        learner: how it was trained.
+        log_prior: log p(x), sharpened, (N, C), before the given label is looked at.
+        log_posterior: log P(true class | x, given label), (N, C).
+        noise: how labels became wrong, by this model.
+        first_log_likelihood: under learnt weights, before any that other folds took part in.
+    """
+
+    learner: AbstractLearner
+    log_prior: Array
+    log_posterior: Array
+    noise: NoiseModel
+    first_log_likelihood: float
+
+
 class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
-    """A linear classifier that finds wrong labels while it is trained, and then does without them.
+    """A classifier that finds wrong labels while it is trained, and then does without them.
 
-    Each training sample has the weight w_i = sigmoid(e^a (e^b - loss_i)), one learnt function of its loss; (a, b) are
-    chosen by natural hypergradient descent so that a model trained with these weights does well on trusted samples. Half of
-    the trusted samples train the model with weight 1, the other half judges it, since what was trained on cannot judge.
-    It is the task `cleaning` with its default weights, for data of one's own.
-
-    Without a trusted set a part of the data is held out in its place, and judged by a bounded loss, (1 - p_y^q) / q, that
-    wrong labels cannot dominate. A trusted set of even a few samples a class is better, so this warns.
+    1. Each training sample has the weight w_i = sigmoid(e^a (e^b - loss_i)), one learnt function of its loss; (a, b) are
+       chosen by natural hypergradient descent so that a model trained with these weights does well on samples that judge.
+       The outer step is chosen on others. Trusted samples guide, judge and choose; without any, a part of the data is held
+       out in their place, and judged by a bounded loss, (1 - p_y^q) / q, that wrong labels cannot dominate.
+    2. Models trained with these weights score samples that they were not trained on (5 folds). From the scores comes a
+       noise model, P(given | x) = sum_k p_k(x) T_kj, and from this the probability that a label is wrong; trained again with
+       the probability to be right as weights, twice, they give the final one. Trusted samples have weight 1 and, out of
+       fold, tell how sure scores are. All of it is done with several ridges, and the probabilities are averaged.
+    3. Suspect are the most probable ones, as many as make the expected F1 greatest, and only where the model without
+       them calls the sample something else than the given label.
 
     Features are standardised here, so that no scaler is needed before. The steps of a Pipeline transform X alone; where there
     are some, X_trusted goes through them by `Pipeline(..., transform_input=["X_trusted"])` with scikit-learn's metadata
@@ -62,39 +111,55 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
     were fitted. A trusted set on another scale than X is warned of.
 
     Args:
-        steps: outer steps.
+        model: None: a linear softmax classifier; an nn.Module from standardised samples (B, P) to scores (B, C); or a
+            classifier of scikit-learn's with predict_proba, which gets X as it is. With the last, weights are learnt for a
+            linear model of its out-of-fold log-probabilities.
+        steps: outer steps, at most; the one that is best on held-out samples counts.
         inner_steps: inner steps for each of them.
-        l2: the ridge of the model, on standardised features.
-        batch_size: samples an inner step sees; memory is bounded by it and by the data itself.
+        l2: the ridge of the model, on standardised features; None: an average over several, with a linear model, else 1e-2.
+        batch_size: samples an inner step sees.
         held_out: the part of the data that stands for the trusted set when none is given.
         robustness: q of the bounded loss, in (0, 1].
-        device: where to train, "cpu", "cuda" or a torch.device.
+        device: where weights are learnt and modules trained, "cpu", "cuda" or a torch.device.
         verbose: show a progress bar; None: on a terminal only.
         random_state: seed or generator.
 
     Attributes:
-        weights_: the weight of every training sample, (N,); a suspect one is below 0.5.
+        scores_: how much each label is suspected, (N,): the log-odds that it is wrong. Higher is worse, without ties at 0 or 1.
+        threshold_: the score from which on labels are suspect, if the model also disagrees.
+        weights_: the weight of every training sample, (N,), sigmoid(threshold_ - scores_); a suspect one is below 0.5.
         label_issues_: the indices of the suspects, worst first.
+        suggested_labels_: what the cleaned model would call each training sample, (N,), with `pred_probs` what those say;
+            never the given label of a suspect.
+        issue_counts_: suspects by given class (rows) and suggested class (columns), (C, C).
+        noise_matrix_: P(given class | true class), true ones in rows, (C, C).
+        label_probabilities_: P(true class | sample, given label), out of fold, (N, C).
         weighting_: (a, b).
-        suggested_labels_: what the cleaned model would call each training sample, (N,).
+        selected_step_: the outer step that (a, b) come from.
+        history_: a row for each outer step.
+        model_: the cleaned model, where one was given.
+        coef_, intercept_: of the linear one.
         classes_, n_features_in_: as in scikit-learn.
 
     >>> rng = np.random.default_rng(0)
     >>> X = rng.normal(size=(200, 2)); y = (X[:, 0] > 0).astype(int)
     >>> noisy = y.copy(); noisy[:20] = 1 - y[:20]
-    >>> cleaner = LabelCleaner(steps=30, random_state=0).fit(X[:150], noisy[:150], X[150:], y[150:])
+    >>> cleaner = LabelCleaner(random_state=0).fit(X[:150], noisy[:150], X[150:], y[150:])
     >>> bool((cleaner.label_issues_[:10] < 20).all())
     True
 
     References: J. Shu et al., Meta-Weight-Net: learning an explicit mapping for sample weighting, 2019; Z. Zhang,
-    M. Sabuncu, Generalized cross entropy loss for training deep neural networks with noisy labels, 2018 (bounded loss).
+    M. Sabuncu, Generalized cross entropy loss for training deep neural networks with noisy labels, 2018 (bounded loss);
+    C. Northcutt et al., Confident learning: estimating uncertainty in dataset labels, 2021 (out-of-sample scores);
+    Z. Lipton et al., Optimal thresholding of classifiers to maximize F1 measure, 2014.
     """
 
     def __init__(
         self,
-        steps: int = 150,
-        inner_steps: int = 20,
-        l2: float = 1e-3,
+        model: Any = None,
+        steps: int = 40,
+        inner_steps: int = 10,
+        l2: float | None = None,
         batch_size: int = 1024,
         held_out: float = 0.2,
         robustness: float = 0.7,
@@ -102,6 +167,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         verbose: bool | int | None = False,
         random_state: Any = None,
     ) -> None:
+        self.model = model
         self.steps = steps
         self.inner_steps = inner_steps
         self.l2 = l2
@@ -112,27 +178,72 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         self.verbose = verbose
         self.random_state = random_state
 
-    def fit(self, X: Any, y: Any, X_trusted: Any = None, y_trusted: Any = None) -> LabelCleaner:
+    def fit(self, X: Any, y: Any, X_trusted: Any = None, y_trusted: Any = None, pred_probs: Any = None) -> LabelCleaner:
         """Learn which labels to believe, and a model from those.
 
         Args:
             X, y: the samples, (N, P), and their labels, (N,), some of them wrong.
             X_trusted, y_trusted: samples whose labels are right, every class among them.
+            pred_probs: probabilities of the classes, sorted, for every sample, (N, C), by a model that was not trained on it
+                (out of fold). Suspects are then found from these alone; a trusted set has no part in it and is refused.
         """
-        check_settings(self)
-        counted("LabelCleaner", steps=self.steps, inner_steps=self.inner_steps, batch_size=self.batch_size)
-        not_negative("LabelCleaner", l2=self.l2)
-        usable_device("LabelCleaner", self.device)
-        for name, value, most in (("held_out", self.held_out, 0.5), ("robustness", self.robustness, 1.0)):
-            if not 0 < value <= most:
-                raise InputError(f"LabelCleaner: {name} must be above 0 and at most {most}, got {value!r}.")
+        self._check_settings()
         X, y = validate_data(self, X, y, dtype="numeric")
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise InputError("LabelCleaner needs labels of at least two classes, but y has one class only.")
+        if (X_trusted is None) != (y_trusted is None):
+            raise InputError("Give X_trusted and y_trusted together, or neither.")
+        if pred_probs is not None and X_trusted is not None:
+            raise InputError(
+                "Give pred_probs or a trusted set, not both: nobody knows what the model behind pred_probs says of trusted"
+                " samples."
+            )
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
+        varies = self._standardise(X)
+        rows = self._tensor(X)
+        if X_trusted is None:
+            trusted = Samples(np.zeros((0, X.shape[1])), np.zeros(0, dtype=np.int64))
+            trusted_rows = rows[:0]
+        else:
+            trusted = self._trusted(X_trusted, y_trusted)
+            self._compare_scales(trusted.x, varies)
+            trusted_rows = self._tensor(trusted.x)
+        self.history_: list[Any] = []
+        if pred_probs is not None:
+            members = [_member_of(log_probabilities(self._probabilities(pred_probs, len(y))), codes)]
+        else:
+            members = self._members(X, rows, codes, trusted, trusted_rows, random, seed)
+        suspect, predicted = self._judge(members, codes, len(trusted.y) > 0)
+        samples = self._features(X, rows, codes, members[0].learner)
+        believed = self._features(trusted.x, trusted_rows, trusted.y, members[0].learner)
+        self._fit_final(members, samples, believed, suspect)
+        if pred_probs is None:
+            predicted = self._decide(self._scores(X))
+        self._conclude(suspect, predicted, codes)
+        return self
+
+    def _check_settings(self) -> None:
+        check_settings(self)
+        counted("LabelCleaner", steps=self.steps, inner_steps=self.inner_steps, batch_size=self.batch_size)
+        if self.l2 is not None:
+            not_negative("LabelCleaner", l2=self.l2)
+        usable_device("LabelCleaner", self.device)
+        for name, value, most in (("held_out", self.held_out, 0.5), ("robustness", self.robustness, 1.0)):
+            if not 0 < value <= most:
+                raise InputError(f"LabelCleaner: {name} must be above 0 and at most {most}, got {value!r}.")
+        if self.model is None or isinstance(self.model, nn.Module):
+            return
+        if isinstance(self.model, type) or not isinstance(self.model, SupportsProbabilities):
+            raise InputError(
+                "LabelCleaner: model must be None, an nn.Module or a classifier of scikit-learn's with predict_proba, got"
+                f" {self.model!r}."
+            )
+
+    def _standardise(self, X: Array) -> Array:
+        """Learn mean and deviation of each feature, in pieces; returns which features vary, (P,)."""
         pieces = [slice(start, start + self.batch_size) for start in range(0, len(X), self.batch_size)]
         with np.errstate(over="ignore", invalid="ignore"):
             self._center = sum(X[piece].sum(0, dtype=np.float64) for piece in pieces) / len(X)
@@ -143,38 +254,143 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
                 " leave it out."
             )
         self._scale = np.where(deviation > 0, deviation, 1.0)
-        if (X_trusted is None) != (y_trusted is None):
-            raise InputError("Give X_trusted and y_trusted together, or neither.")
-        robust = X_trusted is None
+        varies: Array = deviation > 0
+        return varies
+
+    def _members(
+        self,
+        X: Array,
+        rows: Tensor,
+        codes: Array,
+        trusted: Samples,
+        trusted_rows: Tensor,
+        random: Any,
+        seed: int,
+    ) -> list[Member]:
+        """Learn weights by hypergradients, and cross-fit every learner under them."""
+        learners = self._learners(rows, seed)
+        robust = not len(trusted.y)
         if robust:
-            judged = self._hold_out(codes, random)
-            trusted_x, trusted_y = X[judged], codes[judged]
-            guide = np.zeros(0, dtype=np.int64)
-            warnings.warn(NoTrustedSetWarning(len(judged), len(y)), stacklevel=2)
+            held_out = self._hold_out(codes, random)
+            warnings.warn(NoTrustedSetWarning(len(held_out), len(codes)), stacklevel=3)
+            evaluation, judge = _halves(codes[held_out], random)  # the second half is never empty
+            judge, evaluation, guide = held_out[judge], held_out[evaluation], np.zeros(0, dtype=np.int64)
         else:
-            trusted_x, trusted_y = self._trusted(X_trusted, y_trusted)
-            self._compare_scales(trusted_x, deviation > 0)
-            guide, judge = _halves(trusted_y, random)
-        rows, labels = self._tensor(X), torch.as_tensor(codes, device=self.device)
-        other, other_labels = self._tensor(trusted_x), torch.as_tensor(trusted_y, device=self.device)
-        if robust:
-            kept = np.setdiff1d(np.arange(len(y)), judged)
-            noisy, outer = Split(rows[kept], labels[kept]), Split(other, other_labels)
-            extra = Split(other[:0], other_labels[:0])
-        else:
-            noisy, outer = Split(rows, labels), Split(other[judge], other_labels[judge])
-            extra = Split(other[guide], other_labels[guide])
-        model, v = self._learn(noisy, extra, outer, robust, seed)
-        with torch.no_grad():
-            losses = F.cross_entropy(model(rows), labels, reduction="none")
-            weights = ByLoss(len(labels)).weights(v, losses, torch.arange(len(labels), device=losses.device))
-        self.weights_: Array = weights.cpu().numpy()
-        suspects = np.flatnonzero(self.weights_ < 0.5)
-        self.label_issues_: Array = suspects[np.argsort(self.weights_[suspects], kind="stable")]
-        self.weighting_: tuple[float, float] = (float(v[0]), float(v[1]))
-        self._fit_final(Split(rows, labels), weights, [] if robust else [extra, outer])
-        self.suggested_labels_: Array = self._decide(self._scores(X))
-        return self
+            guide, others = _halves(trusted.y, random)
+            evaluation, judge = _halves(trusted.y[others], random)
+            judge, evaluation = others[judge], others[evaluation]
+        if not len(evaluation):
+            evaluation = judge
+        samples = self._features(X, rows, codes, learners[0])
+        believed = self._features(trusted.x, trusted_rows, trusted.y, learners[0])
+        fold, trusted_fold = folds(codes, FOLDS, random), folds(trusted.y, FOLDS, random)
+        fitting = [CrossFitting(learner, samples, fold, believed, trusted_fold) for learner in learners]
+        model: nn.Module = softmax_classifier(rows, len(self.classes_))
+        if isinstance(learners[0], Module):
+            model = copy.deepcopy(learners[0].template).to(self.device).eval()
+        elif isinstance(learners[0], Classifier):
+            rows, trusted_rows = _standardised(*fitting[0].scores(np.ones(len(codes))), like=rows)
+            model = softmax_classifier(rows, len(self.classes_))
+        y, trusted_y = (torch.as_tensor(labels, device=self.device) for labels in (codes, trusted.y))
+        noisy, other = Split(rows, y), Split(trusted_rows, trusted_y)
+        source = noisy if robust else other
+        kept = np.setdiff1d(np.arange(len(codes)), np.concatenate([judge, evaluation])) if robust else slice(None)
+        parts = Parts(_part(noisy, kept), _part(other, guide), _part(source, judge), _part(source, evaluation), robust)
+        learnt = self._learn(model, parts, seed)
+        weights = learnt.of(noisy)
+        return [_cross_fitted(one, weights) for one in fitting]
+
+    def _learn(self, model: nn.Module, parts: Parts, seed: int) -> LearntWeights:
+        learnt = learn_weights(
+            model,
+            parts,
+            MIDDLE if self.l2 is None else max(self.l2, 1e-6),
+            self.robustness,
+            self.steps,
+            self.inner_steps,
+            self.batch_size,
+            seed,
+            None if self.verbose is None else bool(self.verbose),
+        )
+        self.history_ = learnt.history
+        self.weighting_: tuple[float, float] = (float(learnt.v[0]), float(learnt.v[1]))
+        self.selected_step_: int = learnt.step
+        return learnt
+
+    def _learners(self, rows: Tensor, seed: int) -> list[AbstractLearner]:
+        """What is cross-fitted: the model, or linear ones with several ridges."""
+        classes = len(self.classes_)
+        if isinstance(self.model, nn.Module):
+            return [self._module(self.model, rows, classes, seed)]
+        if self.model is not None:
+            return [Classifier(classes, self.model)]
+        if self.l2 is not None:
+            return [Linear(classes, max(self.l2, 1e-6))]
+        return [Linear(classes, l2) for l2 in (RIDGES if rows.numel() * classes <= LARGE else FEW_RIDGES)]
+
+    def _module(self, given: nn.Module, rows: Tensor, classes: int, seed: int) -> Module:
+        device = torch.device(self.device)
+        template = copy.deepcopy(given).to(device, torch.float32).eval()
+        if not any(parameter.requires_grad for parameter in template.parameters()):
+            raise InputError("LabelCleaner: the model has no parameters to train.")
+        try:
+            with Randomness(seed, device).scope(), torch.no_grad():
+                shape = tuple(template(rows[:2]).shape)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise InputError(
+                f"LabelCleaner: the model does not take samples of shape (B, {rows.shape[1]}): {str(error).splitlines()[0]}"
+            ) from error
+        if shape != (min(2, len(rows)), classes):
+            raise InputError(
+                f"LabelCleaner: the model must turn samples (B, {rows.shape[1]}) into scores (B, {classes}), but two samples"
+                f" gave {shape}."
+            )
+        return Module(classes, template, MIDDLE if self.l2 is None else max(self.l2, 1e-6), device, seed)
+
+    def _features(self, X: Array, rows: Tensor, codes: Array, learner: AbstractLearner | None) -> Samples:
+        """Samples as a learner takes them: as they are for a classifier of scikit-learn's, else standardised."""
+        return Samples(X if isinstance(learner, Classifier) else rows.double().cpu().numpy(), codes)
+
+    def _probabilities(self, given: Any, samples: int) -> Array:
+        try:
+            p = np.asarray(given, dtype=np.float64)
+        except (TypeError, ValueError):
+            raise InputError("LabelCleaner: pred_probs must be an array of numbers, (N, C).") from None
+        if p.shape != (samples, len(self.classes_)):
+            raise InputError(
+                f"LabelCleaner: pred_probs must have a row for each sample and a column for each class,"
+                f" {(samples, len(self.classes_))}, but has the shape {p.shape}."
+            )
+        if not (np.isfinite(p).all() and (p >= 0).all() and np.abs(p.sum(1) - 1).max() < 1e-2):
+            raise InputError(
+                "LabelCleaner: every row of pred_probs must hold probabilities, 0 or more, whose sum is 1."
+            )
+        return p
+
+    def _judge(self, members: list[Member], codes: Array, anchored: bool) -> tuple[Array, Array]:
+        """Whom to suspect by all members together, (N,), and the class they would give each sample, (N,)."""
+        # The likelihood of given labels grows with how well wrong ones are fitted; that of trusted ones cannot deceive.
+        trust = np.array([member.noise.trusted_log_likelihood if anchored else 0.0 for member in members])
+        posterior = averaged([member.log_posterior for member in members], trust)
+        guess = averaged([member.log_prior for member in members], trust).argmax(1)
+        self.noise_matrix_: Array = np.exp(averaged([np.log(member.noise.transition) for member in members], trust))
+        self.label_probabilities_: Array = np.exp(posterior)
+        self.scores_: Array = wrong_log_odds(posterior, codes)
+        self.threshold_: float = threshold(self.scores_, guess != codes)
+        suspect: Array = (self.scores_ > self.threshold_) & (guess != codes)
+        return suspect, self.classes_[guess]
+
+    def _conclude(self, suspect: Array, predicted: Array, codes: Array) -> None:
+        """Let go of suspects that the cleaned model would label as they are, and tell of the others."""
+        suspect = suspect & (predicted != self.classes_[codes])
+        weights = 0.5 * (1 + np.tanh((self.threshold_ - self.scores_) / 2))
+        self.weights_: Array = np.where(suspect, np.minimum(weights, np.nextafter(0.5, 0)), np.maximum(weights, 0.5))
+        found = np.flatnonzero(suspect)
+        self.label_issues_: Array = found[np.argsort(-self.scores_[found], kind="stable")]
+        self.suggested_labels_: Array = predicted
+        counts = np.zeros((len(self.classes_), len(self.classes_)), dtype=np.int64)
+        np.add.at(counts, (codes[found], np.searchsorted(self.classes_, predicted[found])), 1)
+        self.issue_counts_: Array = counts
 
     def _compare_scales(self, X: Array, varies: Array) -> None:
         """Warn where most features of the trusted samples have another place or spread than those of X."""
@@ -206,7 +422,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             chosen.append(members[: max(1, round(self.held_out * len(members)))])
         return np.sort(np.concatenate(chosen))
 
-    def _trusted(self, X: Any, y: Any) -> tuple[Array, Array]:
+    def _trusted(self, X: Any, y: Any) -> Samples:
         X, y = validate_data(self, X, y, dtype=np.float64, reset=False)
         unknown = np.setdiff1d(y, self.classes_)
         if len(unknown):
@@ -216,7 +432,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         if (counts < 2).any():
             short = self.classes_[counts < 2][:5].tolist()
             raise InputError(f"The trusted set needs at least two samples of every class; too few of {short}.")
-        return X, codes
+        return Samples(X, codes)
 
     def _tensor(self, X: Array) -> Tensor:
         rows = torch.empty(X.shape, dtype=torch.float32, device=self.device)
@@ -232,52 +448,38 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
                 )
         return rows
 
-    def _learn(self, noisy: Split, extra: Split, outer_set: Split, robust: bool, seed: int) -> tuple[nn.Linear, Tensor]:
-        weighting = ByLoss(len(noisy.y))
-        model, v = softmax_classifier(noisy.x, len(self.classes_)), weighting.first(None, noisy.x)
-        training = WeightedTraining(model, v, weighting, noisy, extra, max(self.l2, 1e-6))
-        q = self.robustness
-
-        def outer(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
-            losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-            return ((1 - (-q * losses).exp()) / q).mean() if robust else losses.mean()
-
-        problem = training.problem(outer)
-        training.start_solved()
-        solver = Solver(
-            problem,
-            training.data(self.batch_size),
-            Data(outer_set.x, outer_set.y),
-            method=nhgd_for(problem),
-            inner_steps=self.inner_steps,
-            seed=seed,
-            **inner_settings(training.step_size()),
-            **outer_settings(),
-        )
-        self.history_ = solver.run(
-            steps=self.steps, progress=None if self.verbose is None else bool(self.verbose)
-        ).history
-        return model, v.detach()
-
-    def _fit_final(self, given: Split, weights: Tensor, trusted: list[Split]) -> None:
+    def _fit_final(self, members: list[Member], samples: Samples, trusted: Samples, suspect: Array) -> None:
         """A model from every sample that is believed, trusted ones with weight 1."""
-        parts = [given, *trusted]
-        everything = Split(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
-        kept = torch.cat([(weights >= 0.5).to(weights), weights.new_ones(len(everything.y) - len(weights))])
-        model = softmax_classifier(everything.x, len(self.classes_))
-        fit(model, everything, max(self.l2, 1e-6), 1e-2, kept if bool(kept.any()) else None)
-        self.coef_: Array = model.weight.detach().cpu().double().numpy()
-        self.intercept_: Array = model.bias.detach().cpu().double().numpy()
+        best = max(members, key=lambda member: member.first_log_likelihood).learner
+        everything = Samples(np.concatenate([samples.x, trusted.x]), np.concatenate([samples.y, trusted.y]))
+        kept = np.concatenate([(~suspect).astype(float), np.ones(len(trusted.y))])
+        if isinstance(best, Linear):
+            best = replace(best, steps=500)
+        self._learner = best
+        _, fitted = best.fit(everything, kept)
+        if isinstance(best, Linear):
+            self.coef_: Array = fitted[:-1].T
+            self.intercept_: Array = fitted[-1]
+        else:
+            self.model_: Any = fitted
 
     def decision_function(self, X: Any) -> Array:
         """Class scores, (N, C); for two classes the score of the second over the first, (N,)."""
-        check_is_fitted(self, "coef_")
+        check_is_fitted(self, "weights_")
         return self._scores(validate_data(self, X, dtype=np.float64, reset=False))
 
     def _scores(self, X: Array) -> Array:
         """The same of rows that are known to be in order."""
-        scores: Array = ((X - self._center) / self._scale) @ self.coef_.T + self.intercept_
-        return scores[:, 1] - scores[:, 0] if len(self.classes_) == 2 else scores
+        learner = self._learner
+        rows = (X - self._center) / self._scale
+        if isinstance(learner, Classifier):
+            scores = learner.scores(self.model_, X)
+        elif isinstance(learner, Module):
+            scores = learner.scores(self.model_, rows)
+        else:
+            scores = rows @ self.coef_.T + self.intercept_
+        found: Array = scores[:, 1] - scores[:, 0] if len(self.classes_) == 2 else scores
+        return found
 
     def predict(self, X: Any) -> Array:
         """The class of each sample, (N,)."""
@@ -306,3 +508,39 @@ def _halves(codes: Array, random: Any) -> tuple[Array, Array]:
         first.append(members[: len(members) // 2])
         second.append(members[len(members) // 2 :])
     return np.concatenate(first), np.concatenate(second)
+
+
+def _cross_fitted(fitting: CrossFitting, weights: Array) -> Member:
+    """Scores under learnt weights, then under the probabilities to be right that come from them."""
+    codes, trusted = fitting.samples.y, fitting.trusted.y
+    first = None
+    for _ in range(1 + ROUNDS):
+        scores, trusted_scores = fitting.scores(weights)
+        noise = fit_noise(scores, codes, trusted_scores, trusted)
+        posterior = noise.log_posterior(scores, codes)
+        weights = np.exp(posterior[np.arange(len(codes)), codes])
+        first = noise.log_likelihood if first is None else first
+    assert first is not None
+    return Member(fitting.learner, noise.log_prior(scores), posterior, noise, first)
+
+
+def _member_of(scores: Array, codes: Array) -> Member:
+    """What was handed in, with the learner of the model that is fitted afterwards."""
+    noise = fit_noise(scores, codes)
+    posterior = noise.log_posterior(scores, codes)
+    learner = Linear(scores.shape[1], MIDDLE)
+    return Member(learner, noise.log_prior(scores), posterior, noise, noise.log_likelihood)
+
+
+def _standardised(scores: Array, trusted: Array, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores as features of a linear model."""
+    center, deviation = scores.mean(0), scores.std(0)
+    scale = np.where(deviation > 0, deviation, 1.0)
+    found, other = (
+        torch.as_tensor((z - center) / scale, dtype=like.dtype, device=like.device) for z in (scores, trusted)
+    )
+    return found, other
+
+
+def _part(split: Split, which: Any) -> Split:
+    return Split(split.x[which], split.y[which])

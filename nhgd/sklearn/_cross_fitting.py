@@ -1,0 +1,195 @@
+"""Scores of samples by models that were not trained on them, each trained with a weight for every sample."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from sklearn.base import clone
+from sklearn.utils.validation import has_fit_parameter
+from torch import Tensor, nn
+
+from nhgd._randomness import Randomness
+from nhgd.errors import InputError, RunError
+from nhgd.task._classifier import Split, fit
+
+Array = np.ndarray[Any, Any]
+Scores = Callable[[Array], Array]
+FLOOR = (
+    1e-3  # of what a classifier's probabilities are mixed with, evenly over the classes: trees are as sure as 0 and 1
+)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Features (N, P) and classes from 0 (N,)."""
+
+    x: Array
+    y: Array
+
+    def part(self, which: Array) -> Samples:
+        """Some of them."""
+        return Samples(self.x[which], self.y[which])
+
+
+@dataclass(frozen=True)
+class AbstractLearner(ABC):
+    """What can be trained with a weight for every sample.
+
+    Attributes:
+        classes: how many there are; training samples need not show all of them.
+    """
+
+    classes: int
+
+    @abstractmethod
+    def fit(self, samples: Samples, weights: Array, start: Any = None) -> tuple[Scores, Any]:
+        """Scores (N, C) as a function of features, and what a later fit on nearly the same may start from."""
+
+
+@final
+@dataclass(frozen=True)
+class Linear(AbstractLearner):
+    """The softmax classifier of least mean_i w_i CE_i + l2 ||theta||^2, bias included, by L-BFGS in float64."""
+
+    l2: float
+    steps: int = 60
+
+    def fit(self, samples: Samples, weights: Array, start: Any = None) -> tuple[Scores, Any]:
+        """Coefficients (P + 1, C), the last row of them the bias."""
+        x, count = samples.x, len(samples.y)
+        shape = (x.shape[1] + 1, self.classes)
+        wanted = np.eye(self.classes)[samples.y] * weights[:, None]
+
+        def value(flat: Array) -> tuple[float, Array]:
+            theta = flat.reshape(shape)
+            z = x @ theta[:-1] + theta[-1]
+            z -= z.max(1, keepdims=True)
+            e = np.exp(z)
+            total = e.sum(1, keepdims=True)
+            loss = float((weights * np.log(total[:, 0])).sum() - (wanted * z).sum())
+            residual = (e / total * weights[:, None] - wanted) / count
+            slope = np.vstack([x.T @ residual, residual.sum(0)]) + 2 * self.l2 * theta
+            return loss / count + self.l2 * float((theta * theta).sum()), slope.ravel()
+
+        first = np.zeros(shape) if start is None else start
+        options = {"maxiter": self.steps, "gtol": 1e-4}
+        theta: Array = minimize(value, first.ravel(), jac=True, method="L-BFGS-B", options=options).x.reshape(shape)
+        return lambda rows: rows @ theta[:-1] + theta[-1], theta
+
+
+@final
+@dataclass(frozen=True)
+class Module(AbstractLearner):
+    """A copy of an nn.Module, (B, P) -> (B, C), trained by L-BFGS as far as a few hundred steps go, without dropout."""
+
+    template: nn.Module
+    l2: float
+    device: torch.device
+    seed: int
+    steps: int = 200
+
+    def fit(self, samples: Samples, weights: Array, start: Any = None) -> tuple[Scores, Any]:
+        """The trained module, from the template or where an earlier one stands."""
+        model = copy.deepcopy(self.template if start is None else start).to(self.device).eval()
+        split = Split(self.tensor(samples.x), torch.as_tensor(samples.y, device=self.device))
+        given = torch.as_tensor(weights, dtype=split.x.dtype, device=self.device)
+        with Randomness(self.seed, self.device).scope(), suppress(RunError):
+            fit(model, split, self.l2, 1e-3, given, steps=self.steps)
+        return lambda rows: self.scores(model, rows), model
+
+    def tensor(self, rows: Array) -> Tensor:
+        """Rows in the dtype of the module, on its device."""
+        dtype = next(self.template.parameters()).dtype
+        return torch.as_tensor(rows, dtype=dtype, device=self.device)
+
+    @torch.no_grad()
+    def scores(self, model: nn.Module, rows: Array) -> Array:
+        """What a module says of rows."""
+        found: Array = model(self.tensor(rows)).double().cpu().numpy()
+        return found
+
+
+@final
+@dataclass(frozen=True)
+class Classifier(AbstractLearner):
+    """A clone of a scikit-learn classifier; one that takes no sample_weight is trained without what is half believed."""
+
+    template: Any
+
+    def fit(self, samples: Samples, weights: Array, start: Any = None) -> tuple[Scores, Any]:
+        """The logarithms of its probabilities; classes that it has not seen are as unlikely as FLOOR says."""
+        model = clone(self.template)
+        if has_fit_parameter(model, "sample_weight"):
+            model.fit(samples.x, samples.y, sample_weight=weights)
+        else:
+            kept = samples.part(weights >= 0.5)
+            kept = kept if len(np.unique(kept.y)) > 1 else samples
+            model.fit(kept.x, kept.y)
+        return lambda rows: self.scores(model, rows), model
+
+    def scores(self, model: Any, rows: Array) -> Array:
+        """What a fitted classifier says of rows."""
+        p = np.zeros((len(rows), self.classes))
+        p[:, model.classes_.astype(int)] = model.predict_proba(rows)
+        if not np.isfinite(p).all():
+            raise InputError(
+                f"LabelCleaner: predict_proba of {type(self.template).__name__} gave numbers that are not finite."
+            )
+        return log_probabilities(p)
+
+
+def log_probabilities(p: Array) -> Array:
+    """Logarithms of probabilities (N, C) that keep their order and are finite."""
+    found: Array = np.log((1 - FLOOR) * p + FLOOR / p.shape[1])
+    return found
+
+
+def folds(labels: Array, count: int, random: Any) -> Array:
+    """The fold of every sample, (N,), drawn so that each class is spread evenly."""
+    fold = np.zeros(len(labels), dtype=np.int64)
+    first = 0
+    for c in np.unique(labels):
+        members = random.permutation(np.flatnonzero(labels == c))
+        fold[members] = (first + np.arange(len(members))) % count
+        first += len(members)  # where the last class ended, so that small classes do not all go to the first folds
+    return fold
+
+
+class CrossFitting:
+    """Models of one learner, each trained without one fold, on samples with weights and on trusted ones with weight 1.
+
+    Args:
+        learner: what is trained.
+        samples, fold: the samples, and the fold of each, (N,).
+        trusted, trusted_fold: trusted ones, maybe none.
+    """
+
+    def __init__(
+        self, learner: AbstractLearner, samples: Samples, fold: Array, trusted: Samples, trusted_fold: Array
+    ) -> None:
+        self.learner, self.samples, self.fold = learner, samples, fold
+        self.trusted, self.trusted_fold = trusted, trusted_fold
+        self._starts: dict[int, Any] = {}
+
+    def scores(self, weights: Array) -> tuple[Array, Array]:
+        """Out-of-fold scores of the samples, (N, C), and of the trusted ones, (M, C). A second call starts from the first."""
+        classes = self.learner.classes
+        found, trusted = np.zeros((len(self.fold), classes)), np.zeros((len(self.trusted_fold), classes))
+        for k in np.unique(self.fold):
+            inside, believed = self.fold != k, self.trusted_fold != k
+            x = np.concatenate([self.samples.x[inside], self.trusted.x[believed]])
+            y = np.concatenate([self.samples.y[inside], self.trusted.y[believed]])
+            w = np.concatenate([weights[inside], np.ones(int(believed.sum()))])
+            scores, self._starts[k] = self.learner.fit(Samples(x, y), w, self._starts.get(k))
+            found[~inside] = scores(self.samples.x[~inside])
+            if not believed.all():
+                trusted[~believed] = scores(self.trusted.x[~believed])
+        return found, trusted

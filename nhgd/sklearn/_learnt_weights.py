@@ -1,0 +1,168 @@
+"""Weights of samples as a function of their loss, learnt by natural hypergradient descent."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nhgd._randomness import Randomness
+from nhgd._solution import Row
+from nhgd._solver import Solver
+from nhgd.data.loader import Data
+from nhgd.inverse._krylov.spectrum import largest_eigenvalue
+from nhgd.oracle import Oracle
+from nhgd.task._classifier import Split
+from nhgd.task._overfitting import WORST_RISE, OverfittingWarning
+from nhgd.task._weighted_training import WeightedTraining, inner_settings, nhgd_for, outer_settings
+from nhgd.task._weighting import ByLoss
+
+Array = np.ndarray[Any, Any]
+FEWEST = 30  # evaluation samples that can tell overfitting
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which samples do what.
+
+    Attributes:
+        noisy: those whose weights are learnt.
+        guide: trusted ones, which train the model with weight 1; maybe none.
+        judge: those whose loss the weights are to lower.
+        evaluation: those that choose the outer step.
+        robust: whether judge and evaluation may be labelled wrong, and have a bounded loss.
+    """
+
+    noisy: Split
+    guide: Split
+    judge: Split
+    evaluation: Split
+    robust: bool
+
+
+@dataclass(frozen=True)
+class LearntWeights:
+    """What was learnt: the model and (a, b) of the outer step whose evaluation loss was least.
+
+    Attributes:
+        model, v: theta and (a, b).
+        history: a row for each outer step, with evaluation_loss.
+        step: how many steps led to it.
+    """
+
+    model: nn.Module
+    v: Tensor
+    history: list[Row]
+    step: int
+
+    @torch.no_grad()
+    def of(self, split: Split) -> Array:
+        """The weights of samples, (N,)."""
+        losses = F.cross_entropy(self.model(split.x), split.y, reduction="none")
+        index = torch.arange(len(losses), device=losses.device)
+        found: Array = ByLoss(len(losses)).weights(self.v, losses, index).double().cpu().numpy()
+        return found
+
+
+def learn_weights(
+    model: nn.Module,
+    parts: Parts,
+    l2: float,
+    q: float,
+    steps: int,
+    inner_steps: int,
+    batch_size: int,
+    seed: int,
+    progress: bool | None,
+) -> LearntWeights:
+    """Learn (a, b) of w = sigmoid(e^a (e^b - loss)) so that the model trained with these weights does well on the judge.
+
+    Args:
+        model: theta, which is trained in place.
+        parts: the samples.
+        l2: the ridge.
+        q: of the bounded loss (1 - p_y^q) / q.
+        steps, inner_steps, batch_size, seed, progress: of the solver.
+    """
+    weighting = ByLoss(len(parts.noisy.y))
+    v = weighting.first(None, parts.noisy.x)
+    training = WeightedTraining(model, v, weighting, parts.noisy, parts.guide, l2)
+
+    def losses_of(model: nn.Module, split: Split) -> Tensor:
+        losses = F.cross_entropy(model(split.x), split.y, reduction="none")
+        return (1 - (-q * losses).exp()) / q if parts.robust else losses
+
+    def outer(model: nn.Module, v: Tensor, batch: Any) -> Tensor:
+        return losses_of(model, Split(batch[0], batch[1])).mean()
+
+    best: dict[str, Any] = {"evaluation_loss": float("inf")}
+
+    def evaluate(theta: nn.Module, v: Tensor) -> dict[str, float]:
+        with torch.no_grad():
+            losses = losses_of(theta, parts.evaluation)
+        value = float(losses.mean())
+        if value < best["evaluation_loss"]:
+            best.update(
+                evaluation_loss=value,
+                losses=losses,
+                theta={name: tensor.detach().clone() for name, tensor in theta.state_dict().items()},
+                v=v.detach().clone(),
+                number=evaluations[0],
+            )
+        evaluations[0] += 1
+        return {"evaluation_loss": value}
+
+    evaluations = [0]
+    problem = training.problem(outer)
+    training.start_solved()
+    solver = Solver(
+        problem,
+        training.data(batch_size),
+        Data(parts.judge.x, parts.judge.y),
+        method=nhgd_for(problem),
+        inner_steps=inner_steps,
+        seed=seed,
+        metrics=evaluate,
+        **inner_settings(_step_size(training, problem, seed)),
+        **outer_settings(0.1),
+    )
+    evaluate(model, v)  # the start may be best
+    history = solver.run(steps=steps, progress=progress).history
+    with torch.no_grad():
+        last, outer_loss = losses_of(model, parts.evaluation), float(outer(model, v, (parts.judge.x, parts.judge.y)))
+    _warn_of_overfitting(history, best, last, outer_loss)
+    chosen = copy.deepcopy(model)
+    chosen.load_state_dict(best["theta"])
+    return LearntWeights(chosen, best["v"], history, int(best["number"]))
+
+
+def _step_size(training: WeightedTraining, problem: Any, seed: int) -> float:
+    if isinstance(training.model, nn.Linear):
+        return training.step_size()
+    with Randomness(seed, problem.theta.device).scope():
+        batch = next(iter(training.data(1024)))
+    top = largest_eigenvalue(Oracle(problem, [batch]), problem.theta.flat(), 20)
+    return 0.5 / top if top > 0 else 0.01
+
+
+def _warn_of_overfitting(history: list[Row], best: dict[str, Any], last: Tensor, outer_loss: float) -> None:
+    """Where the evaluation loss rose by a tenth, and by more than chance, while that of the judge went on falling."""
+    if len(last) < FEWEST or best["number"] >= len(history):
+        return
+    rise = (last - best["losses"]).double()
+    fell = outer_loss < history[best["number"]]["outer_loss"]
+    chance = 2 * float(rise.std()) / len(rise) ** 0.5
+    if fell and float(rise.mean()) > max(WORST_RISE * best["evaluation_loss"], chance):
+        warnings.warn(
+            f"The weights overfit the samples that judge them: after step {best['number']} of {len(history)} the loss on"
+            f" held-out samples rose from {best['evaluation_loss']:.3g} to {float(last.mean()):.3g}. The weights of that step"
+            " are used. Fewer steps would save time; more trusted samples would help.",
+            OverfittingWarning,
+            stacklevel=4,
+        )
