@@ -97,11 +97,11 @@ def fit_noise(
     best = int(evidence.argmax())
     likely = np.flatnonzero(evidence > evidence[best] - NEGLIGIBLE)
     if len(some) < len(labels):
-        for i in likely:
+        for i in likely.tolist():
             p = np.exp(_log_softmax(SHARPNESSES[i] * scores))
             transitions[i] = _maximised(p, labels, transitions[i])
     weights = evidence[likely] - _log_sum(evidence[None, likely])[0]
-    kept = np.stack([transitions[i] for i in likely])
+    kept = np.stack([transitions[i] for i in likely.tolist()])
     return NoiseModel(SHARPNESSES[likely], weights, kept, float(total[best]), float(trusted[best]))
 
 
