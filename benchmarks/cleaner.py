@@ -210,6 +210,15 @@ def table(result: dict[str, Any]) -> list[str]:
     return [*lines, f"| all cells | | {means} | |"]
 
 
+def steps_table(result: dict[str, Any]) -> list[str]:
+    """A column for each number of outer steps."""
+    lines = [f"| outer steps | {' | '.join(map(str, STEPS))} |", "| --- |" + " --- |" * len(STEPS)]
+    for way in ("f1", "f1_trusted"):
+        means = [np.mean([row[way] for row in result["steps"] if row["steps"] == steps]) for steps in STEPS]
+        lines.append(f"| {WAYS[way]} | {' | '.join(f'{mean:.3f}' for mean in means)} |")
+    return lines
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """The three ways in every cell, and what the number of outer steps does."""
     cells = result["summary"]["cells"]

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks import cleaner
 from benchmarks import cleaning as cleaning_presets
-from benchmarks import cleaning_vs_cleanlab
 
 ROOT = Path(__file__).parent.parent
 
@@ -101,12 +101,13 @@ def fill(page: Path, tables: Mapping[str, str]) -> None:
 def pages() -> dict[str, dict[str, str]]:
     """The tables of each page by their marks; scaling.py makes the others of benchmarks/parallel.md."""
     cleaning = read("cleaning-inverses-h200.json")
-    presets, cleanlab = read("cleaning-mnist-cpu.json"), read("cleaning-vs-cleanlab-cpu.json")
+    presets, cleanlab = read("cleaning-mnist-cpu.json"), read("cleaner-cpu.json")
     return {
         "docs/choosing.md": {"errors": errors(cleaning), "cost": cost(cleaning)},
         "docs/cleaning.md": {
             "presets": "\n".join(cleaning_presets.table(presets["runs"])),
-            "cleanlab": "\n".join(cleaning_vs_cleanlab.table(cleanlab["rows"])),
+            "cleanlab": "\n".join(cleaner.table(cleanlab)),
+            "cleaner-steps": "\n".join(cleaner.steps_table(cleanlab)),
         },
         "docs/pde.md": {"pde": pde(read("pde-h200.json")), "pde-quick": pde(read("pde-quick-cpu.json"))},
         "benchmarks/parallel.md": {"faults": faults(read("faults-cpu.json"))},

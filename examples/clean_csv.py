@@ -5,7 +5,7 @@
     python examples/clean_csv.py my.csv --label y --trusted some.csv    yours: numbers and categories, a header, commas between
 
 From the shell, `nhgd clean my.csv --label y --trusted some.csv --out weights.csv` does the same and writes every row with
-its weight, whether it is suspect, and the label that the cleaned model would give it.
+its weight, whether it is suspect, the label that the cleaned model would give it, and how much it is suspected.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def write_tables(folder, seed=0):
 
 
 def suspects(train, trusted, label, steps):
-    """Learn a weight for every row. Both tables must be read by the same Features, so that columns mean the same."""
+    """How much each row is suspected. Both tables must be read by the same Features, so that columns mean the same."""
     rows, examples = read_table(train), read_table(trusted)
     features = Features(impute=True).fit(rows, [name for name in rows.header if name != label])
     cleaner = nhgd.LabelCleaner(steps=steps, random_state=0)
@@ -61,13 +61,13 @@ def main(arguments=None):
         truth = None
         if options.train is None:
             options.train, options.trusted, truth = write_tables(Path(folder))
-        cleaner, given = suspects(options.train, options.trusted, options.label, steps=25 if options.tiny else 150)
+        cleaner, given = suspects(options.train, options.trusted, options.label, steps=10 if options.tiny else 40)
 
     issues = cleaner.label_issues_
     print(f"{len(issues)} of {len(given)} rows are suspect. The worst:\n")
-    print(f"{'row':>5}  {'weight':>6}  {'label':<12} {'suggested':<12}" + ("" if truth is None else " truly"))
+    print(f"{'row':>5}  {'score':>6}  {'label':<12} {'suggested':<12}" + ("" if truth is None else " truly"))
     for i in issues[:10]:
-        line = f"{i + 1:>5}  {cleaner.weights_[i]:6.3f}  {given[i]:<12} {cleaner.suggested_labels_[i]:<12}"
+        line = f"{i + 1:>5}  {cleaner.scores_[i]:6.2f}  {given[i]:<12} {cleaner.suggested_labels_[i]:<12}"
         print(line + ("" if truth is None else f" {truth[i]}"))
     if truth is None:
         return None
