@@ -69,9 +69,9 @@ class NHGD(AbstractAlgorithm):
 
         (d2_{theta,v} l)^T x = (1/B) sum_i (dw_i/dv) <s_i, x> + sum( (dl2/dv) 2 theta x ),      s_i the gradient of l_i
 
-    That is recognised in the first outer step, which has no x yet and is "final", and is verified there, along a random vector,
-    against the derivative of the gradient's graph; "final" and "trajectory" do without that graph then, too. The run's
-    stats["cross"] tell what was found.
+    That is recognised in the first outer step and verified there, along a random vector, against the derivative of the
+    gradient's graph; "final" and "trajectory" do without that graph then, too. The run's stats["cross"] tell what was found.
+    The first outer step has no x before it: it takes its own, at the last theta over the batches of its inner steps.
 
     Args:
         inverse: what learns; None: K-FAC where theta has Linear or Conv2d layers, else the window.
@@ -174,9 +174,9 @@ class NHGD(AbstractAlgorithm):
         losses = [self._inner(loop, state, visits, lagged) for _ in range(steps)]
         recognition = self._recognised(loop, state.recognition)
         way = self._way(loop, recognition)
-        taken = "final" if way == "lagged" and lagged is None else way
+        visited = list(loop.recent)
         # Where neither the cross derivative nor the solve needs a batch, the last one is there to look at in doubt.
-        needed = taken == "final" or not isinstance(inverse, Learned) or self.observe == "end"
+        needed = way == "final" or not isinstance(inverse, Learned) or self.observe == "end"
         batches = loop.inner_batches(self.batches) if needed else [loop.recent[-1]]
         if self.observe == "end":
             for batch in batches:
@@ -186,10 +186,12 @@ class NHGD(AbstractAlgorithm):
         def cross(at: Oracle) -> Product:
             if lagged is not None:
                 return lambda x: lagged.mean(loop.division.summed)
-            return partial(trajectory_cross, loop, visits, plain) if taken == "trajectory" else loop.plain_cross(at)
+            if way == "trajectory":
+                return partial(trajectory_cross, loop, visits, plain)
+            return loop.plain_cross(loop.oracle(visited) if way == "lagged" else at)
 
         # Products of the solve leave the graph of a gradient behind, from which a cross derivative is cheaper than a pass.
-        own = taken != "final" or (way == "final" and plain and isinstance(inverse, Learned))
+        own = way != "final" or (plain and isinstance(inverse, Learned))
         found, lag = loop.implicit(batches, state.adjoint, cross if own else None)
         norm = loop.move_v(found.leaves)
         notes = {"inverse": inverse.name, "residual": found.stats.residual}
