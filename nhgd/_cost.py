@@ -260,6 +260,25 @@ def _(inverse: FisherWindow, shape: Shape) -> Work:
 
 @work.register(AbstractKronecker)
 def _(inverse: AbstractKronecker[Any], shape: Shape) -> Work:
+    step, bases, solve, record = kronecker(inverse, shape)
+    if inverse.invert_every is None:
+        solve += bases
+    else:
+        step += _at_times(bases, inverse.invert_every)
+    return Work(_at_times(step, inverse.factor_every), solve, record * shape.itemsize)
+
+
+class Kronecker(NamedTuple):
+    """What a record of all samples takes, the decompositions of all layers, and a solve with them; the numbers of a record."""
+
+    step: list[Operation]
+    bases: list[Operation]
+    solve: list[Operation]
+    record: float
+
+
+def kronecker(inverse: AbstractKronecker[Any], shape: Shape) -> Kronecker:
+    """The work of an inverse in Kronecker factors, in its three parts."""
     samples, roots = shape.samples, _roots(inverse, shape)
     double = inverse.dtype is torch.float64
     record = _record(inverse, shape)
@@ -273,14 +292,14 @@ def _(inverse: AbstractKronecker[Any], shape: Shape) -> Work:
         step += [
             Operation("matmul", seen * columns**2, double=double),
             Operation("matmul", roots * seen * out**2, double=double),
-            Operation("pass", 4 * size, double=double),
+            Operation("pass", 6 * size, double=double),
             Operation("call", times=30),
         ]
         turned = groups * (out * columns**2 + out**2 * columns)
         solve += [
             Operation("matmul", 2 * turned, double=double),
             Operation("pass", 8 * layer.numel + 4 * size, double=double),
-            Operation("call", times=30),
+            Operation("call", times=15),
         ]
         bases += [Operation("eigh", columns, groups, double), Operation("eigh", out, groups, double)]
         if isinstance(inverse, EKFAC):
@@ -300,12 +319,8 @@ def _(inverse: AbstractKronecker[Any], shape: Shape) -> Work:
         solve.append(Operation("call", times=15))
     if isinstance(inverse, KFAC) and inverse.solver == "cholesky":
         bases = [o._replace(kind="cholesky") for o in bases]
-    if inverse.invert_every is None:
-        solve += bases
-    else:
-        step += _at_times(bases, inverse.invert_every)
-    solve.append(Operation("call", times=40))
-    return Work(_at_times(step, inverse.factor_every), solve, record * shape.itemsize)
+    solve.append(Operation("call", times=20))
+    return Kronecker(step, bases, solve, record)
 
 
 def _products(count: int, shape: Shape, vectors: int = 12) -> list[Operation]:

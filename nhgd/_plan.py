@@ -12,14 +12,13 @@ import torch
 
 from nhgd._cost import Operation, Shape, Work, work
 from nhgd._memory import synchronise
-from nhgd._recording.recorder import Recorder
 from nhgd._threads import on_suited_threads
-from nhgd._tree import map_tensors
 from nhgd._validation import validated
 from nhgd.data.batch import Batch, common_length, move
-from nhgd.errors import InputError, NhgdError
+from nhgd.errors import InputError
 from nhgd.inverse import INVERSES, AbstractInverse, FisherWindow, resolve
 from nhgd.inverse.capabilities import warnings_for
+from nhgd.loop.calibration import places
 from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
 
@@ -109,7 +108,8 @@ def plan(
     else:
         batch = move(inner_batch, theta.device)
         samples = common_length(batch) or _samples(problem, batch)
-        shape = Shape.of(theta, samples, _places(problem, batch))
+        with problem.guarded(seed=0):
+            shape = Shape.of(theta, samples, places(problem, batch))
         _time_passes(problem, batch, prices)
     free = free_bytes(theta.device)
     rows = []
@@ -246,20 +246,6 @@ def _time_passes(problem: Bilevel, batch: Batch, prices: _Prices) -> None:
         prices.product = _seconds(product, device)
     except RuntimeError:  # an operation without a second derivative: said by those that need one
         prices.product, prices.outer = 2 * prices.gradient, 3 * prices.gradient
-
-
-def _places(problem: Bilevel, batch: Batch) -> dict[str, int] | None:
-    """How many places each layer sees of a sample, from the record of two: BatchNorm may need more than one."""
-    length = common_length(batch)
-    if length is None or problem.theta.root is None:
-        return None
-    try:
-        with problem.guarded(seed=0):
-            few = map_tensors(lambda t: t[:2] if t.ndim else t, batch)
-            record = Recorder(problem, "layer", couples=False).step(few).record
-    except (NhgdError, RuntimeError, IndexError, ValueError):  # what learns from layers will say why
-        return None
-    return {layer.weight: layer.inputs.shape[1] for layer in getattr(record, "layers", ())}
 
 
 def _samples(problem: Bilevel, batch: Batch) -> int:

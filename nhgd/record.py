@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -51,6 +52,10 @@ class Reduction(ABC):
     @abstractmethod
     def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Means over the batch, from those over the samples here."""
+
+    @abstractmethod
+    def chosen(self, samples: Tensor) -> tuple[Tensor, int, Reduction]:
+        """Of some samples of the batch, by rising numbers: those here, how many come before them, and the reduction of these alone."""
 
     @abstractmethod
     def extremes(self, low: float, high: float) -> tuple[float, float]:
@@ -172,7 +177,7 @@ class LayerRecord:
 
     def _places(self, tensor: Tensor, is_input: bool) -> Tensor:
         if self.convolution is None:
-            return tensor.reshape(tensor.shape[0], -1, 1, tensor.shape[-1])
+            return tensor.reshape(tensor.shape[0], prod(tensor.shape[1:-1]), 1, tensor.shape[-1])
         by_group = (self.groups, -1)
         split = self.convolution.patches(tensor) if is_input else tensor.flatten(2).unflatten(1, by_group)
         return split.permute(0, 3, 1, 2)  # from (B, G, in or out, T)

@@ -331,16 +331,18 @@ def test_other_data_are_refused(tmp_path):
         nhgd.Solver.resume(tmp_path / "a", problem, shorter, outer, metrics=None)
 
 
-def test_periods_that_a_clock_chose_are_taken_over(tmp_path):
-    """Measured again they would differ: at a thousandth of an inner step they are hundreds of steps long."""
-    kind = classifier(NHGD(KFAC(overhead=1e-3)))
+@pytest.mark.parametrize("brief", [0.0, 0.02])
+def test_a_budget_decides_the_same_when_a_run_is_resumed(tmp_path, monkeypatch, brief):
+    """Within the build-up and beyond it, few samples a record or all of them at first."""
+    monkeypatch.setattr("nhgd._budget.BRIEF", brief)
+    kind = classifier(NHGD(KFAC(overhead=0.05)))
     first = kind.solver(checkpoint=tmp_path / "a")
-    first.run(steps=2)
+    first.run(steps=8)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     continued = kind.resumed(tmp_path / "b")
-    assert first.loop.inverse.overhead is None
+    assert first.loop.inverse.effort is not None
     assert continued.loop.inverse == first.loop.inverse
-    assert torch.equal(continued.run(steps=4).v, first.run(steps=2).v)
+    assert torch.equal(continued.run(steps=14).v, first.run(steps=6).v)
 
 
 def test_a_run_is_continued_not_repeated(tmp_path):

@@ -42,6 +42,7 @@ ORDER = """
     _recording
     inverse
     _cost
+    _budget
     hypergradients execution
     _solved _observing
     loop

@@ -331,8 +331,9 @@ def test_a_long_hypergradient_is_clipped():
     ids=lambda inverse: inverse.name,
 )
 @pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")  # a few steps of refinement are not enough
-def test_the_clock_chooses_periods_and_the_choice_repeats_the_run(algorithm, inverse):
-    """On batches in random order, so that measuring must not draw one."""
+def test_a_budget_decides_by_shapes_and_the_decision_repeats_the_run(algorithm, inverse, monkeypatch):
+    """On batches in random order, so that counting must not draw one."""
+    monkeypatch.setattr("nhgd._budget.BRIEF", 0.0)  # what is brief would be taken in full at first
 
     def run(chosen):
         problem, (x, y, _), outer = catalogue.frozen_layer()
@@ -346,10 +347,12 @@ def test_the_clock_chooses_periods_and_the_choice_repeats_the_run(algorithm, inv
     v, running = run(inverse)
     chosen = running.loop.inverse
     learner = chosen.learner
-    assert learner.overhead is None
-    assert f"factor_every={learner.factor_every}" in running.solution().stats["inverse"]
-    again, _ = run(chosen)
-    torch.testing.assert_close(v, again, rtol=0, atol=0)
+    assert learner.effort is not None
+    assert repr(learner.effort) in running.solution().stats["inverse"]
+    for given in (chosen, inverse):
+        again, second = run(given)
+        assert second.loop.inverse == chosen
+        torch.testing.assert_close(v, again, rtol=0, atol=0)
 
 
 def test_curvature_observed_at_the_end_needs_no_period():

@@ -12,6 +12,7 @@ from torch import Tensor
 from nhgd._recording.accounting import Call, LayerCall, Scores
 from nhgd._recording.normalisation import NormCall, signs, summed_rows
 from nhgd._recording.per_sample import OneSampleGradients
+from nhgd._recording.sampling import Sampling
 from nhgd._recording.taps import TappedPass, Taps, scale_of
 from nhgd._recording.verification import Verification
 from nhgd.data.batch import Batch
@@ -90,6 +91,7 @@ class Recorder(Tap):
         )
         self.verification = Verification(self.taps)
         self._others = OneSampleGradients(problem)
+        self.sampling: Sampling | None = None  # how much the next record of layers takes; None: everything
 
     def memory(self) -> dict[str, Any]:
         """What was found out about the model that later records depend on, as plain values."""
@@ -225,9 +227,10 @@ class Recorder(Tap):
         weights = None if losses.weights is None else losses.weights.detach()
         if self.kind == "layer":
             self.verification.settle(layers)
-            return LayerStatistics(
+            whole = LayerStatistics(
                 tuple(layers), others, rows, weights, here, reduction, batch_objective=found.batch_objective
             )
+            return whole if self.sampling is None else self.sampling.of(whole)
         return PerSampleGradients(self._joined(layers, others, rows), here, reduction)
 
     def of_layers(self, seen: Sequence[tuple[LayerCall | NormCall, Tensor]]) -> InnerRecord:

@@ -66,7 +66,7 @@ class AID(AbstractAlgorithm):
         return self.inverse
 
     def init(self, loop: Loop) -> AIDState:
-        """Remember where theta starts, and choose the periods of the curvature if a clock is to decide."""
+        """Remember where theta starts, and how much of the inner steps the curvature takes."""
         calibrate(loop)
         return AIDState(loop.problem.theta.flat())
 

@@ -151,8 +151,9 @@ class NHGD(AbstractAlgorithm):
         return self.inverse
 
     def init(self, loop: Loop) -> NHGDState:
-        """Remember where theta starts, and choose the periods of the curvature if a clock is to decide."""
-        calibrate(loop)
+        """Remember where theta starts, and how much of the inner steps the curvature takes."""
+        if self.observe == "all" and self.inner == "optimizer" and self.curvature == "carried":
+            calibrate(loop)  # otherwise there is little to save, or a step that uses the curvature at once
         marquardt = LevenbergMarquardt(self.natural_lr, self.natural_floor) if self.inner == "natural" else None
         return NHGDState(loop.problem.theta.flat(), marquardt=marquardt)
 

@@ -87,8 +87,8 @@ class NHGDSingle(AbstractAlgorithm):
         return self.inverse
 
     def init(self, loop: Loop) -> NHGDSingleState:
-        """Choose the periods of the curvature if a clock is to decide."""
-        calibrate(loop)
+        """Decide how much of the inner steps the curvature takes: ten of them count as an inner loop."""
+        calibrate(loop, steps=10)
         return NHGDSingleState()
 
     def step(self, loop: Loop, state: NHGDSingleState) -> tuple[NHGDSingleState, StepInfo]:

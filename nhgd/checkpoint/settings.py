@@ -15,6 +15,7 @@ from nhgd.algorithm import ALGORITHMS, AbstractAlgorithm, prepared
 from nhgd.checkpoint import schema
 from nhgd.errors import InputError, unknown
 from nhgd.inverse import INVERSES
+from nhgd.inverse._learned.effort import Effort
 from nhgd.problem import Bilevel
 
 # They change what is said about a run, or where its curvature is kept, but not where it goes.
@@ -33,9 +34,9 @@ _NO_SETTINGS = ("self", "problem", "inner_data", "outer_data", *_WHERE)  # of th
 
 
 def own_classes() -> dict[str, type]:
-    """The classes of the house that settings may hold: methods, inverses and schedules."""
+    """The classes of the house that settings may hold: methods, inverses, schedules, and what an inverse's overhead came to."""
     schedules = [c for c in vars(schedule).values() if isinstance(c, type) and issubclass(c, schedule.Schedule)]
-    return {full_name(c): c for c in (*ALGORITHMS._own.values(), *INVERSES._own.values(), *schedules)}
+    return {full_name(c): c for c in (*ALGORITHMS._own.values(), *INVERSES._own.values(), *schedules, Effort)}
 
 
 def encoded(arguments: Mapping[str, Any], algorithm: AbstractAlgorithm) -> dict[str, Any]:

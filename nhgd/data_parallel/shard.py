@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -66,6 +67,16 @@ class Shard(Reduction):
     def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Means over the whole batch."""
         return list(tensors) if self.parts is None else self.team.mean(tensors, self.parts)
+
+    def chosen(self, samples: Tensor) -> tuple[Tensor, int, Shard]:
+        """Of some samples of the batch: this worker's, how many earlier workers have, and the shard of these alone."""
+        if self.parts is None:
+            return samples, 0, self
+        ends = list(accumulate(self.parts, initial=0))
+        own = [samples[(samples >= a) & (samples < b)] - a for a, b in pairwise(ends)]
+        parts = tuple(map(len, own))
+        rank = self.team.rank
+        return own[rank], sum(parts[:rank]), replace(self, parts=parts)
 
     def sum(self, terms: Sequence[Tensor], in_v: Sequence[Tensor] = ()) -> list[Tensor]:
         """The terms summed over the workers. Few entries of v may be touched by a batch."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
+from nhgd._recording.sampling import Sampling
 from nhgd.inverse.base import AbstractInverse, Iterative, Learned
 from nhgd.oracle import Oracle
 from nhgd.ridge import Ridge
@@ -98,6 +99,15 @@ class SkipsSteps(Protocol):
 
 
 @runtime_checkable
+class Samples(Protocol):
+    """A learned inverse that takes a part of a record of layers."""
+
+    def sampling(self, step: int) -> Sampling | None:
+        """How much of this inner step's record is taken; None: everything."""
+        ...
+
+
+@runtime_checkable
 class Couples(Protocol):
     """A learned inverse that knows which rows of a record it multiplies."""
 
@@ -172,6 +182,11 @@ def begun(learner: Learned[S], state: S) -> S:
 def needs_record(learner: Learned[Any], step: int) -> bool:
     """Whether the record of this inner step is to be made at all; steps count from 0 over the whole run."""
     return not isinstance(learner, SkipsSteps) or learner.needs_record(step)
+
+
+def sampling(learner: Learned[Any], step: int) -> Sampling | None:
+    """How much of this inner step's record is taken, where it holds layers; None: everything."""
+    return learner.sampling(step) if isinstance(learner, Samples) else None
 
 
 def couples(learner: Learned[Any]) -> bool:

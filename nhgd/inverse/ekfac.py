@@ -47,7 +47,7 @@ class EKFAC(AbstractKronecker[EKFACState]):
     long as the basis stayed the same.
 
     Args:
-        damping, beta, fisher, factor_every, overhead, dense_limit, dtype: as in `KFAC`.
+        damping, beta, fisher, factor_every, overhead, effort, dense_limit, dtype: as in `KFAC`.
         invert_every: observations from one basis to the next.
         invert_phase: as in `KFAC`.
 
@@ -90,7 +90,7 @@ class EKFAC(AbstractKronecker[EKFACState]):
             a, g = layer.inputs.to(basis.input_values.dtype), layer.scores.to(basis.input_values.dtype)
             a = torch.einsum("btgi,gij->btgj", a, basis.input_vectors)
             g = torch.einsum("kbtgo,gop->kbtgp", g, basis.score_vectors)
-            batch[layer.weight] = second_moments(a, g) / record.samples
+            batch[layer.weight] = second_moments(a, g) / (record.samples or 1)
         batch = dict(zip(batch, batch_mean(record, list(batch.values())), strict=True))
         return replace(state, bases=bases, moments=merge(moments, batch, rate))
 

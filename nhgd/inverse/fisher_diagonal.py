@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from math import ceil
+from dataclasses import dataclass, field
 from typing import ClassVar, final
 
 import torch
@@ -12,7 +11,8 @@ from torch import Tensor
 from nhgd._validation import counted, positive
 from nhgd.errors import InputError
 from nhgd.inverse._learned.damping import resolve_damping
-from nhgd.inverse._learned.periods import Periodic, check_overhead
+from nhgd.inverse._learned.effort import Effort
+from nhgd.inverse._learned.periods import OVERHEAD, Periodic
 from nhgd.inverse._learned.state import State
 from nhgd.inverse._learned.statistics import (
     check_invertible,
@@ -36,6 +36,7 @@ class FisherDiagonalState(State):
     sizes: dict[str, int] = field(default_factory=dict)
     mass: float = 0.0
     batch_objective: bool = False  # whether some record was of the batch objective
+    observed: int = 0
 
 
 @final
@@ -57,7 +58,7 @@ class FisherDiagonal(Periodic[FisherDiagonalState]):
         fisher: "empirical", "exact" (expectation over the model's own labels) or "sampled".
         dtype: of the statistics; None: theta's, at least float32.
         factor_every: inner steps from one record to the next.
-        overhead: the share of an inner step's time that records may take; `with_periods` turns it into the period.
+        overhead, effort: as in `KFAC`; there is nothing to decompose.
 
     >>> FisherDiagonal(beta=None).records
     'layer'
@@ -76,21 +77,20 @@ class FisherDiagonal(Periodic[FisherDiagonalState]):
     fisher: FisherKind = "empirical"
     dtype: torch.dtype | None = None
     factor_every: int = 1
-    overhead: float | None = None
+    overhead: float | None = OVERHEAD
+    effort: Effort | None = None
 
     def __post_init__(self) -> None:
         check_statistics("FisherDiagonal", self.damping, self.beta, self.dtype)
         counted("FisherDiagonal", factor_every=self.factor_every)
         if self.overhead is not None:
             positive("FisherDiagonal", overhead=self.overhead)
-
-    def with_periods(self, inner_seconds: float, factor_seconds: float, invert_seconds: float = 0.0) -> FisherDiagonal:
-        """A copy whose period keeps within `overhead`, which is then None; there is nothing to invert."""
-        allowed = check_overhead("FisherDiagonal", self.overhead, inner_seconds, factor_seconds, invert_seconds)
-        return replace(self, factor_every=max(1, ceil(factor_seconds / allowed)), overhead=None)
-
-    def decompose(self, state: FisherDiagonalState) -> None:
-        """There is nothing to decompose."""
+            if self.factor_every != 1:
+                if self.overhead != OVERHEAD:
+                    raise InputError(
+                        "FisherDiagonal: overhead chooses factor_every itself. Give either the overhead or the period."
+                    )
+                object.__setattr__(self, "overhead", None)  # a period that is given takes the place of the default
 
     def _precision(self, theta: Variable) -> torch.dtype:
         return self.dtype or torch.promote_types(theta.dtype, torch.float32)
@@ -111,7 +111,9 @@ class FisherDiagonal(Periodic[FisherDiagonalState]):
         batch = torch.zeros_like(state.diagonal)
 
         def put(name: str, values: Tensor) -> None:
-            batch[state.starts[name] : state.starts[name] + state.sizes[name]] = values.reshape(-1) / record.samples
+            batch[state.starts[name] : state.starts[name] + state.sizes[name]] = values.reshape(-1) / (
+                record.samples or 1
+            )
 
         for layer in record.layers:
             squares = second_moments(layer.inputs.to(batch.dtype), layer.scores.to(batch.dtype))  # (G, out, in)
@@ -125,9 +127,12 @@ class FisherDiagonal(Periodic[FisherDiagonalState]):
             for name, values in zip(record.other_names, squares.split(sizes), strict=True):
                 put(name, values)
         batch = batch_mean(record, [batch])[0]
-        rate, mass = step_of_mean(state.mass, self.beta, batch_samples(record))
+        samples = batch_samples(record)
+        beta = self.beta if self.effort is None else self.effort.beta(self.beta, samples, state.observed)
+        rate, mass = step_of_mean(state.mass, beta, samples)
+        diagonal = state.diagonal.lerp(batch, rate)
         of_batch = state.batch_objective or record.batch_objective
-        return FisherDiagonalState(state.diagonal.lerp(batch, rate), state.starts, state.sizes, mass, of_batch)
+        return FisherDiagonalState(diagonal, state.starts, state.sizes, mass, of_batch, state.observed + 1)
 
     @torch.no_grad()
     def solve(self, state: FisherDiagonalState, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:

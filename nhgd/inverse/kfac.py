@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nhgd.errors import InputError
-from nhgd.inverse._learned.eigenbasis import Basis, Solver, decomposed, decompositions
+from nhgd.inverse._learned.eigenbasis import Basis, Solver, decomposed, decompositions, refreshed
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.statistics import check_invertible
@@ -52,15 +52,18 @@ class KFAC(AbstractKronecker[KroneckerState]):
             made at the first and at every so many observations, kept in the state, and a solve uses those.
         invert_phase: at which observation of each period; 0 is its last. With as many inner steps as the period, 1 makes
             them while the inner loop runs, where curvature is kept beside it.
-        overhead: the share of an inner step's time that both may take; `with_periods` turns it into the two periods.
+        overhead: in a run, the share of the inner loop's cost that records, decompositions and solves may take, by a model of
+            operations from shapes; what it came to is in `effort`, and so in the run's stats. None: every step and every
+            sample is taken, as everywhere outside of a run. Periods that are given take its place.
+        effort: how much is taken, where that is to be said; see `Effort`.
         dense_limit: the largest parameter outside the layers that gets a dense block.
         dtype: of the statistics; None: of the layers' numbers (theta's dtype, outside of autocast), at least float32.
         solver: "eigen" as above, or "cholesky": (A + pi sqrt(d) I) (x) (G + sqrt(d) / pi I) in place of
             A (x) G + d I, with d = 2 l2 + damping and pi^2 = (tr A / dim A) / (tr G / dim G). It needs no
             eigendecomposition, and its ridge is not exact.
 
-    >>> KFAC(overhead=0.5).with_periods(inner_seconds=1e-3, factor_seconds=1e-3, invert_seconds=4e-3).factor_every
-    6
+    >>> KFAC().overhead, KFAC(factor_every=10).overhead
+    (0.1, None)
 
     References: J. Martens, R. Grosse, Optimizing neural networks with Kronecker-factored approximate curvature, 2015,
     sections 3 and 6.3; R. Grosse, J. Martens, A Kronecker-factored approximate Fisher matrix for convolution layers, 2016;
@@ -79,10 +82,10 @@ class KFAC(AbstractKronecker[KroneckerState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.solver == "cholesky" and (self.invert_every is not None or self.overhead is not None):
+        if self.solver == "cholesky" and self.invert_every is not None:
             raise InputError(
                 "KFAC: solver='cholesky' factorises with the ridge of each solve, so nothing can be kept from one solve to"
-                " the next. Leave invert_every and overhead at None, or use solver='eigen'."
+                " the next. Leave invert_every at None, or use solver='eigen'."
             )
 
     def _empty(self, starts: dict[str, int], sizes: dict[str, int]) -> KroneckerState:
@@ -91,18 +94,21 @@ class KFAC(AbstractKronecker[KroneckerState]):
     def _refreshed(
         self, before: KroneckerState, state: KroneckerState, record: LayerStatistics, rate: float
     ) -> KroneckerState:
-        if self.invert_every is None:
+        effort = self.effort if self.solver == "eigen" else None
+        if self.invert_every is None and (effort is None or effort.in_full(state.observed)):
             return replace(state, bases={})  # those of a state that other settings have left are of other factors
-        if not self._due(state):
+        if self._due(state):
+            return replace(state, bases=self._bases(state, pool_of(record)))
+        if effort is None:
             return state
-        return replace(state, bases=self._bases(state, pool_of(record)))
+        return replace(state, bases=refreshed(state, effort.small))
 
     def _bases(self, state: KroneckerState, pool: Pool | None) -> dict[str, dict[str, Tensor]]:
         return {layer: basis._asdict() for layer, basis in decompositions(state, state.inputs, pool).items()}
 
     def divided(self, state: KroneckerState, pool: Pool) -> KroneckerState:
         """The state with the eigendecompositions that a solve would make of it, divided over a pool."""
-        if self.invert_every is not None or self.solver != "eigen":
+        if self.invert_every is not None or self.solver != "eigen" or state.bases:
             return state
         return replace(state, bases=self._bases(state, pool))
 
@@ -114,6 +120,11 @@ class KFAC(AbstractKronecker[KroneckerState]):
         if self.solver == "eigen":
             kept = state.bases.get(layer)
             basis = decomposed(state, layer) if kept is None else Basis(**kept)
+            saves = self.effort is not None and not self.effort.in_full(state.observed)
+            if kept is not None and saves and extra > 0:
+                basis = basis.rescaled(*state.factors(layer))
+                if basis.is_within_digits(extra):
+                    return basis.dominant_solver(extra)
             values = basis.score_values[:, :, None] * basis.input_values[:, None, :]
             return basis.solver("KFAC", layer, values, extra)
         a, g = state.factors(layer)

@@ -27,7 +27,7 @@ from nhgd.execution.base import AbstractExecutor, SupportsOverlap
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import Complaints, implicit
 from nhgd.inverse.base import AbstractInverse
-from nhgd.inverse.capabilities import couples, needs_record
+from nhgd.inverse.capabilities import couples, needs_record, sampling
 from nhgd.loop.mover import Mover
 from nhgd.loop.projection import project
 from nhgd.loop.settings import LoopSettings
@@ -239,6 +239,8 @@ class Loop:
         learner = None if self.inverse is None else self.inverse.learner
         wanted = record and learner is not None and (always or needs_record(learner, self.clock.total))
         recorder = self._recording if wanted else None
+        if recorder is not None and learner is not None:
+            recorder.sampling = None if always else sampling(learner, self.clock.total)
         if cross is None:
             found = objective.step(NO_TAP if recorder is None else recorder, self.calls)
         else:

@@ -13,11 +13,12 @@ from torch import Tensor
 from nhgd._validation import not_negative, positive
 from nhgd.errors import InputError
 from nhgd.inverse._learned.damping import resolve_damping
-from nhgd.inverse._learned.eigenbasis import Solver, block_solver, decompositions
+from nhgd.inverse._learned.effort import Effort
+from nhgd.inverse._learned.eigenbasis import Solver, block_solver
 from nhgd.inverse._learned.graph import Graphable
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.layers import layer_shapes
-from nhgd.inverse._learned.periods import Periodic, check_overhead, two_periods
+from nhgd.inverse._learned.periods import OVERHEAD, Periodic
 from nhgd.inverse._learned.statistics import check_statistics, merge, statistics_note, step_of_mean
 from nhgd.inverse.base import SolveStats
 from nhgd.record import (
@@ -31,7 +32,6 @@ from nhgd.record import (
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
-K = TypeVar("K", bound="AbstractKronecker[Any]")
 T = TypeVar("T", bound=KroneckerState)
 
 
@@ -52,10 +52,11 @@ class AbstractKronecker(Periodic[T]):
     fisher: FisherKind = "empirical"
     factor_every: int = 1
     invert_every: int | None = None
-    overhead: float | None = None
+    overhead: float | None = OVERHEAD
     dense_limit: int = 256
     dtype: torch.dtype | None = None
     invert_phase: int = 0
+    effort: Effort | None = None
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -69,24 +70,12 @@ class AbstractKronecker(Periodic[T]):
             positive(owner, overhead=self.overhead)
             own = {f.name: f.default for f in fields(self)}
             if (self.factor_every, self.invert_every) != (own["factor_every"], own["invert_every"]):
-                raise InputError(
-                    f"{owner}: overhead chooses factor_every and invert_every itself. Give either the overhead or the"
-                    " periods."
-                )
-
-    def with_periods(self: K, inner_seconds: float, factor_seconds: float, invert_seconds: float) -> K:
-        """A copy whose periods keep within `overhead`; see `two_periods`.
-
-        `invert_every` counts observations, of which there is one in `factor_every` steps, so the true overhead is at most this.
-        """
-        owner = type(self).__name__
-        allowed = check_overhead(owner, self.overhead, inner_seconds, factor_seconds, invert_seconds)
-        factor_every, invert_every = two_periods(allowed, factor_seconds, invert_seconds)
-        return replace(self, factor_every=factor_every, invert_every=invert_every, overhead=None)
-
-    def decompose(self, state: T) -> None:
-        """The eigendecompositions of all layers."""
-        decompositions(state, state.inputs, None)
+                if self.overhead != OVERHEAD:
+                    raise InputError(
+                        f"{owner}: overhead chooses factor_every and invert_every itself. Give either the overhead or the"
+                        " periods."
+                    )
+                object.__setattr__(self, "overhead", None)  # periods that are given take the place of the default
 
     def init(self, theta: Variable) -> T:
         """Nothing observed."""
@@ -109,7 +98,9 @@ class AbstractKronecker(Periodic[T]):
                 f"{type(self).__name__} works on the inputs and scores of Linear and Conv2d layers, and no such layer holds"
                 " a parameter of theta. Use fisher_window, which takes any model, or fisher_diagonal."
             )
-        rate, mass = step_of_mean(state.mass, self.beta, batch_samples(record))
+        samples = batch_samples(record)
+        beta = self.beta if self.effort is None else self.effort.beta(self.beta, samples, state.observed)
+        rate, mass = step_of_mean(state.mass, beta, samples)
         batch, own_blocks = ready or self.statistics(state, record)
         inputs, scores, weights = ({name: three[i] for name, three in batch.items()} for i in range(3))
         new = replace(
@@ -160,7 +151,12 @@ class AbstractKronecker(Periodic[T]):
         """The state, whose factors hold the batch already, with all else brought up to date where due."""
 
     def _due(self, state: KroneckerState) -> bool:
-        """Whether eigendecompositions are made at this observation: the first, and one in each period, at its phase."""
+        """Whether eigendecompositions are made at this observation: the first, and one in each period, at its phase.
+
+        Within a budget the effort says when, but for observations that are taken in full.
+        """
+        if self.effort is not None and not self.effort.in_full(state.observed):
+            return self.effort.inverts(state.observed)
         period = self.invert_every
         return period is not None and (state.observed == 1 or (state.observed - self.invert_phase) % period == 0)
 
@@ -172,12 +168,12 @@ class AbstractKronecker(Periodic[T]):
         a = layer.inputs.to(self._precision(layer.inputs))  # (B, T, G, in)
         g = layer.scores.to(self._precision(layer.scores))  # (K, B, T, G, out)
         weight = torch.ones((), dtype=a.dtype, device=a.device)
-        places = a.shape[1]
+        places, samples = a.shape[1], record.samples or 1  # a worker's part may hold no sample of those that were drawn
         if record.weights is not None:
             w = record.weights.to(a.dtype)
-            a, weight = a * w.sqrt()[:, None, None, None], w.mean()
+            a, weight = a * w.sqrt()[:, None, None, None], w.mean() if len(w) else w.sum()
         a, g = a.flatten(0, 1).transpose(0, 1), g.flatten(0, 2).transpose(0, 1)  # (G, BT, in), (G, KBT, out)
-        return a.mT @ a / (record.samples * places), g.mT @ g / record.samples, weight
+        return (a.mT @ a).div_(samples * places), (g.mT @ g).div_(samples), weight
 
     def _blocks(self, state: KroneckerState, record: LayerStatistics) -> dict[str, Tensor]:
         """This batch's Fisher matrix of each parameter outside the layers, dense or as a diagonal."""
@@ -188,7 +184,7 @@ class AbstractKronecker(Periodic[T]):
         for name, part in zip(record.other_names, parts, strict=True):
             rows = part.to(self._precision(part))
             dense = rows.shape[1] <= self.dense_limit
-            found[name] = (rows.T @ rows if dense else rows.square().sum(0)) / record.samples
+            found[name] = (rows.T @ rows if dense else rows.square().sum(0)) / (record.samples or 1)
         return found
 
     def solve(self, state: T, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:

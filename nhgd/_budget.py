@@ -1,0 +1,287 @@
+"""How much of the inner steps a learnt inverse can take within a share of the inner loop's cost: from shapes, not from a clock.
+
+What the inner loop and the curvature take is counted in operations and priced by a few constants that were measured once on
+one machine (`benchmarks/prices.py`, `benchmarks/results/prices-cpu.json`, `prices-h200.json`). The same model and batches
+therefore give the same decisions everywhere, today and when a run is resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import ceil, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from nhgd._cost import Operation, Shape, kronecker, work
+from nhgd.inverse._learned.effort import Effort
+from nhgd.inverse._learned.kronecker import AbstractKronecker
+from nhgd.inverse._learned.periods import Periodic
+from nhgd.inverse.kfac import KFAC
+
+LARGE = 2**20  # numbers: larger arrays are not in a cache, and come from the system page by page
+BUILD_UP = 10  # outer steps
+BUILD_UP_SHARE = 6.0  # how many times the overhead these may take
+BRIEF = 0.02  # seconds of an outer step's curvature that nobody waits for in these steps, whatever their share
+FEWEST = 32  # samples of a record, where the batch has them: fewer cost as much
+FEW_PLACES = 8  # of a sample
+NEEDED = 4  # samples for each row of the widest factor before it is first inverted, where they can be had
+ENOUGH = 8  # that a running mean holds later
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds of operations in float32; what is done in float64 takes twice as long.
+
+    Attributes:
+        multiplication: and addition, in a large matrix product.
+        thin: the smallest dimension of a matrix product that runs at half that speed.
+        number: read or written.
+        call: of one operation from Python, whatever it does.
+        eigh, eigh_square: of an eigendecomposition, by the cube and by the square of its rows.
+        cholesky: of a factorisation, by the cube of its rows.
+    """
+
+    multiplication: float
+    thin: float
+    number: float
+    call: float
+    eigh: float
+    eigh_square: float
+    cholesky: float
+
+    def of(self, operations: Sequence[Operation], gradient: float) -> float:
+        """Seconds of all of them, where a gradient of the inner objective takes so many."""
+        return sum(o.times * self._one(o, gradient) for o in operations)
+
+    def _one(self, operation: Operation, gradient: float) -> float:
+        kind, size, _, double = operation
+        if kind == "gradient":
+            return gradient
+        if kind == "product":
+            return 2 * gradient
+        each = {
+            "matmul": self.multiplication * size,
+            "eigh": self.eigh * size**3 + self.eigh_square * size**2,
+            "cholesky": self.cholesky * size**3,
+            "pass": self.number * size * (2 if size > LARGE else 1),
+            "call": self.call,
+        }[kind]
+        return each * (2 if double and kind != "call" else 1)
+
+
+PRICES = {
+    "cpu": Prices(2.4e-11, 20.0, 1.2e-10, 1.2e-5, 9e-11, 2.2e-8, 9e-12),
+    "cuda": Prices(5e-14, 40.0, 1e-12, 8e-6, 9e-12, 2.2e-8, 1e-12),
+}
+
+
+class Priced(TorchDispatchMode):
+    """Adds up what the operations inside this block take, from their shapes.
+
+    >>> with Priced(Prices(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)) as priced:
+    ...     product = torch.ones(10, 20) @ torch.ones(20, 30)
+    >>> priced.seconds
+    6000.0
+    """
+
+    def __init__(self, prices: Prices) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without annotations
+        self.prices = prices
+        self.seconds = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        prices = self.prices
+        self.seconds += prices.call
+        if not func.is_view:
+            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            numbers = sum(t.numel() for t in (*given, *(t for t in tree_leaves(result) if isinstance(t, Tensor))))
+            formula = flop_registry.get(func._overloadpacket)
+            if formula is not None:
+                smallest = _smallest([tuple(t.shape) for t in given])
+                flops = float(formula(*args, **kwargs, out_val=result))
+                self.seconds += prices.multiplication * flops / 2 * (1 + prices.thin / smallest)
+            self.seconds += prices.number * numbers
+        return result
+
+
+def _smallest(shapes: Sequence[tuple[int, ...]]) -> int:
+    """The smallest dimension of a product: of a convolution, that of its weight seen as a matrix."""
+    images = [s for s in shapes if len(s) == 4]
+    if images:
+        weight = min(images, key=prod)
+        return max(1, min(weight[0], prod(weight[1:])))
+    return max(1, min((n for s in shapes if len(s) > 1 for n in s[-2:]), default=1))
+
+
+@contextmanager
+def priced(device: torch.device) -> Iterator[Priced]:
+    """Price what is done inside on such a device."""
+    with Priced(prices_of(device)) as found:
+        yield found
+
+
+def prices_of(device: torch.device) -> Prices:
+    """Those of a kind of device; of an unknown one, a GPU's."""
+    return PRICES["cpu" if device.type == "cpu" else "cuda"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a learnt inverse would take on a model, and what it may take.
+
+    Attributes:
+        shape: of the model and its batches.
+        gradient: seconds of the inner gradient of a batch.
+        inner: seconds of an inner step.
+        steps: of an inner loop.
+        prices: of operations.
+    """
+
+    shape: Shape
+    gradient: float
+    inner: float
+    steps: int
+    prices: Prices
+
+    def effort(self, inverse: Periodic[Any]) -> Effort | None:
+        """How much the inverse takes within its overhead; None: everything, because it can.
+
+        One record for each inner loop, of as many samples as half of what is left after the solve pays for, or of all of them
+        and more often, or of few and less often; decompositions as often as the other half pays for. At the beginning more.
+        """
+        assert inverse.overhead is not None
+        allowed = inverse.overhead * self.inner * self.steps
+        solve, invert = self.solve(inverse), self.invert(inverse)
+        left = max(allowed - solve, allowed / 2)
+        everything = self.steps * self.record(inverse, None, None) + invert
+        if everything <= left:
+            return None
+        half = left / 2
+        samples, places = self._affordable(inverse, half)
+        every = self.steps
+        cost = self.record(inverse, samples, places)
+        if cost > half or samples == self.shape.samples:
+            every = max(1, ceil(self.steps * cost / half))
+        invert_every = max(1, ceil(invert * self.steps / (half * every)))
+        memory = self._memory(inverse, samples)
+        later = Effort(
+            None if samples >= self.shape.samples else samples,
+            places,
+            every,
+            invert_every,
+            self._small(inverse, half * every / self.steps / 4),
+            memory,
+        )
+        return self._with_build_up(inverse, later, everything + solve, BUILD_UP_SHARE * allowed - solve)
+
+    def _with_build_up(self, inverse: Periodic[Any], later: Effort, everything: float, each: float) -> Effort:
+        """The same with a beginning in which more is taken, as far as so many seconds of each outer step of it go.
+
+        Every inner step is recorded until a factor has seen several times as many samples as it has rows: before that, what it
+        has not seen counts as flat, and x is far too long there. With what is left, decompositions are repeated.
+        """
+        steps, samples = self.steps, self.shape.samples
+        if everything <= max(each, BRIEF):
+            return replace(later, build_up=BUILD_UP * steps)
+        invert, total = self.invert(inverse), BUILD_UP * max(each, 0.0)
+        fixed, one = self._linear(inverse, later.places)
+        wanted = NEEDED * self.widest
+        rows = min(samples, ceil(wanted / steps))
+        length = min(BUILD_UP * steps, max(steps, ceil(wanted / rows)))
+        pays = max(total - invert, total / 3) / length  # for each record
+        rows = max(min(rows, FEWEST), min(rows, int((pays - fixed) / one)))
+        left = total - length * (fixed + one * rows)
+        end = ceil(length / steps)
+        least = 1 if end == 1 else 2  # the first is of too few samples where they do not fit into one inner loop
+        count = max(least, min(3, int(left / invert))) if invert > 0 else 1
+        outer = (1, max(end, 5)) if count == 2 else (1, max(end, 3), BUILD_UP)[:count]
+        more = int((left - count * invert) / (length * one))
+        rows = min(samples, max(rows, min(rows + more, ceil(2 * wanted / length))))
+        seen = dict.fromkeys(min(k * steps, length) + max(0, ceil((k * steps - length) / later.every)) for k in outer)
+        return replace(later, build_up=length, build_up_samples=rows, invert_at=tuple(seen))
+
+    def _affordable(self, inverse: Periodic[Any], seconds: float) -> tuple[int, int | None]:
+        """As many samples as a record of so many seconds can have, and as many places of each."""
+        most = self.shape.samples
+        places = self._fewest_places(inverse)
+        fixed, one = self._linear(inverse, places)
+        least = min(most, self._efficient(fixed, one))
+        samples = max(least, min(most, int((seconds - fixed) / one)))
+        limit = max((layer.places for layer in self.shape.layers), default=1)
+        while places is not None and samples == most and places < limit:
+            if self.record(inverse, samples, 2 * places) > seconds:
+                break
+            places = 2 * places if 2 * places < limit else None
+        return samples, places
+
+    def _efficient(self, fixed: float, one: float) -> int:
+        """How many samples a record has at least, so that what it takes whatever they are is no more than a third of it."""
+        return max(FEWEST, ceil(2 * fixed / one))
+
+    def _linear(self, inverse: Periodic[Any], places: int | None) -> tuple[float, float]:
+        """Seconds of a record, and of each sample in it."""
+        one, two = self.record(inverse, 1, places), self.record(inverse, 2, places)
+        return one - (two - one), max(two - one, 1e-12)
+
+    def _fewest_places(self, inverse: Periodic[Any]) -> int | None:
+        """Only sums over places can do with a few of them; the squares of sums cannot."""
+        many = any(layer.places > FEW_PLACES for layer in self.shape.layers)
+        return FEW_PLACES if isinstance(inverse, KFAC) and many else None
+
+    def _memory(self, inverse: Periodic[Any], samples: int) -> int | None:
+        """The samples that a running mean holds: enough for its widest factor, and no more than it would hold of all."""
+        beta = getattr(inverse, "beta", None)
+        if not isinstance(beta, float) or samples >= self.shape.samples:
+            return None
+        return max(samples, min(ceil(self.shape.samples / (1 - beta)), ceil(ENOUGH * self.widest)))
+
+    def _small(self, inverse: Periodic[Any], seconds: float) -> int:
+        """The largest factors that can be decomposed at every record, with all that are smaller, in so many seconds."""
+        if not isinstance(inverse, KFAC):
+            return 0
+        sizes = sorted((n, layer.groups) for layer in self.shape.layers for n in (layer.columns, layer.out))
+        spent, largest = 0.0, 0
+        for n, groups in sizes:
+            spent += self.prices.of([Operation("eigh", n, groups)], self.gradient)
+            if spent > seconds:
+                break
+            largest = n
+        return min(largest, next((n - 1 for n, _ in sizes if n > largest), largest)) if spent > seconds else largest
+
+    @property
+    def widest(self) -> int:
+        """Rows of the widest factor."""
+        return max((n for layer in self.shape.layers for n in (layer.columns, layer.out)), default=1)
+
+    def record(self, inverse: Periodic[Any], samples: int | None, places: int | None) -> float:
+        """Seconds of recording an inner step and folding it in, all of it or a part."""
+        shape = self.shape
+        if samples is not None:
+            shape = replace(shape, samples=min(samples, shape.samples))
+        if places is not None:
+            few = tuple(layer._replace(places=min(layer.places, places)) for layer in shape.layers)
+            shape = replace(shape, layers=few)
+        if isinstance(inverse, AbstractKronecker):
+            return self.prices.of(kronecker(inverse, shape).step, self.gradient)
+        return self.prices.of(work(inverse, shape).step, self.gradient)
+
+    def invert(self, inverse: Periodic[Any]) -> float:
+        """Seconds of all decompositions."""
+        if not isinstance(inverse, AbstractKronecker) or (isinstance(inverse, KFAC) and inverse.solver != "eigen"):
+            return 0.0
+        return self.prices.of(kronecker(inverse, self.shape).bases, self.gradient)
+
+    def solve(self, inverse: Periodic[Any]) -> float:
+        """Seconds of a solve, decompositions left out."""
+        if isinstance(inverse, AbstractKronecker):
+            return self.prices.of(kronecker(inverse, self.shape).solve, self.gradient)
+        return self.prices.of(work(inverse, self.shape).solve, self.gradient)

@@ -1,0 +1,125 @@
+"""A few samples and places of a record in place of all: unbiased, and chosen by the number of the step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nhgd.record import Convolution, LayerRecord, LayerStatistics
+
+Draw: TypeAlias = Callable[[int, int], Tensor]  # so many places out of so many for each sample, with replacement
+
+
+class Sampling(NamedTuple):
+    """How many samples of a batch, and how many of each sample's places at a layer, a record takes; None: all.
+
+    Samples are drawn without replacement and all alike, so a mean over them estimates the mean over the batch without bias;
+    scores are scaled so that sums over places do, too. They are drawn from the seed alone: a run that goes on from a
+    checkpoint draws the same, the run's own random numbers stay as they are, and the workers of a team take their parts of
+    one draw.
+    """
+
+    samples: int | None
+    places: int | None
+    seed: int
+
+    def of(self, record: LayerStatistics) -> LayerStatistics:
+        """That much of the record of a batch, or of some samples of one."""
+        reduction = record.reduction
+        total = record.samples if reduction is None else reduction.total(record.samples)
+        generator = torch.Generator().manual_seed(self.seed)
+        if self.samples is None or self.samples >= total:
+            chosen = torch.arange(total)
+        else:
+            chosen = torch.randperm(total, generator=generator)[: self.samples].sort().values
+        rows, before = chosen, 0
+        if reduction is not None:
+            rows, before, reduction = reduction.chosen(chosen)
+
+        def places(wanted: int, count: int) -> Tensor:
+            return torch.randint(count, (len(chosen), wanted), generator=generator)[before : before + len(rows)]
+
+        if len(rows) == record.samples:
+            return replace(record, layers=tuple(self._layer(layer, None, places) for layer in record.layers))
+        layers = tuple(self._layer(layer, rows, places) for layer in record.layers)
+        others, weights = record.other_rows, record.weights
+        if others is not None:
+            at = rows.to(others.device)
+            others = others.unflatten(0, (-1, record.samples))[:, at].flatten(0, 1)
+        return replace(
+            record,
+            layers=layers,
+            other_rows=others,
+            weights=None if weights is None else weights[rows.to(weights.device)],
+            samples=len(rows),
+            reduction=reduction,
+        )
+
+    def _layer(self, layer: LayerRecord, rows: Tensor | None, places: Draw) -> LayerRecord:
+        inputs, scores, scale = layer.raw_inputs, layer.raw_scores, layer.scale
+        if rows is not None:
+            at = rows.to(scale.device)
+            inputs, scale = tuple(x[at] for x in inputs), scale[at]
+            scores = tuple(tuple(s[at] for s in call) for call in scores)
+        layer = replace(layer, raw_inputs=inputs, raw_scores=scores, scale=scale)
+        counts = {_places(layer.convolution, call[0]) for call in scores}
+        # Several calls share their places alike; the groups of a convolution are rare, and their patches small.
+        if self.places is None or len(counts) != 1 or layer.groups != 1:
+            return layer
+        count = counts.pop()
+        wanted = -(-self.places // len(inputs))
+        if wanted >= count:
+            return layer
+        taken = [
+            _at_places(layer.convolution, x, s, places(wanted, count).to(x.device), count)
+            for x, s in zip(inputs, scores, strict=True)
+        ]
+        return replace(
+            layer, convolution=None, raw_inputs=tuple(x for x, _ in taken), raw_scores=tuple(s for _, s in taken)
+        )
+
+
+def _places(convolution: Convolution | None, score: Tensor) -> int:
+    """How many places a call has for each sample."""
+    if convolution is not None:
+        return int(score.shape[2] * score.shape[3])
+    return prod(score.shape[1:-1])
+
+
+def _at_places(
+    convolution: Convolution | None, x: Tensor, scores: Sequence[Tensor], places: Tensor, count: int
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """What a call saw, (B, S, in), and its scores, (B, S, out) each, at these places of each sample, (B, S)."""
+    sample = torch.arange(len(x), device=x.device)[:, None]
+    factor = (count / places.shape[1]) ** 0.5  # the factor of scores sums over places
+    if convolution is None:
+        seen = x.reshape(len(x), count, x.shape[-1])[sample, places]
+        return seen, tuple(s.reshape(len(s), count, s.shape[-1])[sample, places] * factor for s in scores)
+    width = scores[0].shape[3]
+    seen = _patches(convolution, x, places // width, places % width)
+    return seen, tuple(s.flatten(2).mT[sample, places] * factor for s in scores)
+
+
+def _patches(convolution: Convolution, x: Tensor, top: Tensor, left: Tensor) -> Tensor:
+    """What the places at these rows and columns of the output see, (B, S, in * kernel): no other patch is laid out."""
+    if convolution.border is not None:
+        x = F.pad(x, convolution.border, mode=convolution.mode)
+    if any(convolution.padding):
+        down, right = convolution.padding
+        x = F.pad(x, (right, right, down, down))
+    (high, wide), (stride_y, stride_x), (dilation_y, dilation_x) = (
+        convolution.kernel_size,
+        convolution.stride,
+        convolution.dilation,
+    )
+    y = (top * stride_y)[..., None] + dilation_y * torch.arange(high, device=x.device)  # (B, S, kh)
+    z = (left * stride_x)[..., None] + dilation_x * torch.arange(wide, device=x.device)  # (B, S, kw)
+    sample = torch.arange(len(x), device=x.device)[:, None, None, None]
+    found = x.permute(0, 2, 3, 1)[sample, y[..., :, None], z[..., None, :]]  # (B, S, kh, kw, in)
+    return found.permute(0, 1, 4, 2, 3).flatten(2)

@@ -1,0 +1,69 @@
+"""How much of the inner steps a learnt inverse takes, so that its cost stays within a budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nhgd._recording.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Which inner steps are recorded, how much of them, and when factors are decomposed: by step numbers alone.
+
+    Attributes:
+        samples: of each batch that a record takes; None: all.
+        places: of each sample that a record takes at a layer that sees more of them; None: all.
+        every: inner steps from one record to the next.
+        invert_every: observations from one decomposition of all factors to the next.
+        small: factors of up to so many rows are decomposed at every observation.
+        memory: samples after which a running mean has forgotten; None: what `beta` says.
+        build_up: inner steps at the beginning that are all recorded, so that there is something to invert.
+        build_up_samples: of each batch in these steps; None: all, and all places.
+        invert_at: observations at the beginning at which all factors are decomposed; None: in the build-up they are in each
+            solve, and nothing is kept.
+
+    >>> effort = Effort(samples=8, every=10, invert_every=5, build_up=20, build_up_samples=64, invert_at=(10, 22))
+    >>> [step for step in range(50) if effort.records(step)] == [*range(20), 20, 30, 40]
+    True
+    >>> [seen for seen in range(1, 40) if effort.inverts(seen)]
+    [10, 22, 27, 32, 37]
+    """
+
+    samples: int | None = None
+    places: int | None = None
+    every: int = 1
+    invert_every: int = 1
+    small: int = 0
+    memory: int | None = None
+    build_up: int = 0
+    build_up_samples: int | None = None
+    invert_at: tuple[int, ...] | None = None
+
+    def records(self, step: int) -> bool:
+        """Whether an inner step, counted from 0 over the whole run, is recorded."""
+        return step < self.build_up or (step - self.build_up) % self.every == 0
+
+    def sampling(self, step: int) -> Sampling | None:
+        """What is taken of the record of an inner step; None: everything."""
+        building = step < self.build_up
+        samples = self.build_up_samples if building else self.samples
+        places = None if building and samples is None else self.places
+        return None if samples is None and places is None else Sampling(samples, places, step)
+
+    def in_full(self, observed: int) -> bool:
+        """Whether the last of so many observations was taken in full, and is decomposed in each solve."""
+        return observed <= self.build_up and self.invert_at is None
+
+    def inverts(self, observed: int) -> bool:
+        """Whether all factors are decomposed at this observation, counted from 1."""
+        if self.invert_at is None:  # nothing was kept until then, so the first one after it is due
+            return observed > self.build_up and (observed - self.build_up - 1) % self.invert_every == 0
+        last = max(self.invert_at, default=0)
+        return observed in self.invert_at or (observed > last and (observed - last) % self.invert_every == 0)
+
+    def beta(self, beta: float | None, samples: int, observed: int) -> float | None:
+        """How slowly means forget at the next record, of so many samples, after so many observations."""
+        if self.memory is None or beta is None or self.in_full(observed + 1):
+            return beta
+        return max(0.0, 1 - samples / self.memory)
