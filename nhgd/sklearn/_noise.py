@@ -13,7 +13,6 @@ STEPS = 8  # of expectation and maximisation at each sharpness; the transition g
 MOST = 5_000  # samples by which a sharpness is chosen
 LEAST_PROBABILITY = 1 / 3  # of a label to be wrong, for a suspect
 TINY = 1e-300
-PRIOR = 3.0  # the power of the sharpness that is its prior: scores are not sure enough more often than too sure
 NEGLIGIBLE = 5.0  # how much less likely, as a logarithm, a sharpness is left out
 
 
@@ -64,13 +63,18 @@ class NoiseModel:
 
 
 def fit_noise(
-    scores: Array, labels: Array, trusted_scores: Array | None = None, trusted_labels: Array | None = None
+    scores: Array,
+    labels: Array,
+    trusted_scores: Array | None = None,
+    trusted_labels: Array | None = None,
+    prior: float = 0.0,
 ) -> NoiseModel:
     """The sharpness and the transition under which given and trusted labels are most likely.
 
     Args:
         scores, labels: of samples that the model was not trained on, (N, C), and their given labels, (N,).
         trusted_scores, trusted_labels: the same of trusted ones, which tell the sharpness by themselves.
+        prior: the power of the sharpness that is its prior, where there are no trusted ones.
 
     >>> rng = np.random.default_rng(0)
     >>> true = rng.integers(0, 2, 4000)
@@ -93,7 +97,7 @@ def fit_noise(
         if trusted_scores is not None and trusted_labels is not None and anchored:
             trusted[i] = _log_softmax(sharpness * trusted_scores)[np.arange(len(trusted_labels)), trusted_labels].sum()
     total += trusted
-    evidence = total if anchored else total + PRIOR * np.log(SHARPNESSES)
+    evidence = total if anchored else total + prior * np.log(SHARPNESSES)
     best = int(evidence.argmax())
     likely = np.flatnonzero(evidence > evidence[best] - NEGLIGIBLE)
     if len(some) < len(labels):

@@ -39,6 +39,9 @@ FEW_RIDGES = (1e-3, 1e-2)  # where a fit takes long; with many samples the ridge
 LARGE = 20_000_000  # samples times features times classes
 MIDDLE = 1e-2  # the ridge under which weights are learnt where none is given
 FOLDS = 5
+# The power of the sharpness that is its prior between rounds: a model that learns from wrong labels is not sure enough to
+# find them, and would go on learning from them. The last round answers without it.
+SHARPER = 4.0
 ROUNDS = 2  # of cross-fitting with weights from the noise model, after the one with learnt weights
 
 
@@ -514,9 +517,9 @@ def _cross_fitted(fitting: CrossFitting, weights: Array) -> Member:
     """Scores under learnt weights, then under the probabilities to be right that come from them."""
     codes, trusted = fitting.samples.y, fitting.trusted.y
     first = None
-    for _ in range(1 + ROUNDS):
+    for left in reversed(range(1 + ROUNDS)):
         scores, trusted_scores = fitting.scores(weights)
-        noise = fit_noise(scores, codes, trusted_scores, trusted)
+        noise = fit_noise(scores, codes, trusted_scores, trusted, SHARPER if left else 0.0)
         posterior = noise.log_posterior(scores, codes)
         weights = np.exp(posterior[np.arange(len(codes)), codes])
         first = noise.log_likelihood if first is None else first
