@@ -79,6 +79,7 @@ class Oracle:
         self.calls = OracleCalls() if calls is None else calls
         self._outer = OuterObjective(self.problem, None) if outer is None else outer
         self._sum = self.objectives[0].summed
+        self.damping = 0.0  # of the horizon: added to the diagonal of every matrix that is asked for here
         self._kept: tuple[Tensor, ...] | None = None
         self._value: Tensor | None = None  # of the batch whose graph was made last
 
@@ -111,9 +112,17 @@ class Oracle:
 
     @cached_property
     def ridge(self) -> Ridge:
-        """The ridge's Hessian here."""
+        """The ridge's Hessian here, the damping of the horizon added."""
         number = self.problem.ridge_number()
-        return Ridge(self.problem.ridge_diagonal() if number is None else number)
+        return Ridge(self.problem.ridge_diagonal() if number is None else number).plus(self.damping)
+
+    def damp(self, damping: float) -> None:
+        """Let all matrices here be those of the inner objective plus damping / 2 |theta - theta_now|^2."""
+        self.damping = damping
+        self.__dict__.pop("ridge", None)  # that of before
+
+    def _damped(self, product: Tensor, vector: Tensor) -> Tensor:
+        return product.add_(vector, alpha=self.damping) if self.damping else product
 
     def outer(self) -> OuterGradient:
         """The outer loss and its two gradients."""
@@ -199,14 +208,14 @@ class Oracle:
         """The inner Hessian, ridge included, times a vector (D,)."""
         self.calls.hvps += len(self.objectives)
         theta = self.problem.theta
-        return self._sum([theta.flatten(self._pull_back(vector, theta.leaves))])[0]
+        return self._damped(self._sum([theta.flatten(self._pull_back(vector, theta.leaves))])[0], vector)
 
     def hvp_on(self, index: int, vector: Tensor) -> Tensor:
         """The same on one of the inner batches alone, for methods that walk over them."""
         self.calls.hvps += 1
         theta = self.problem.theta
         found = self._pull_back_on(self.objectives[index], theta.unflatten(vector), theta.leaves)
-        return self._sum([theta.flatten(found)])[0]
+        return self._damped(self._sum([theta.flatten(found)])[0], vector)
 
     def hvps(self, vectors: Tensor) -> Tensor:
         """`hvp` of every row of (m, D): one forward pass and one vectorised backward pass for each batch.
@@ -228,7 +237,7 @@ class Oracle:
         if self.objectives[0].anywhere(failed):
             return torch.stack([self.hvp(vector) for vector in vectors])
         self.calls.hvps += len(vectors) * len(self.objectives)
-        return self._sum([total])[0]
+        return self._damped(self._sum([total])[0], vectors)
 
     def prepare(self) -> None:
         """All of the next product that does not need its vector, where one batch allows to keep it."""
@@ -248,7 +257,7 @@ class Oracle:
         self.calls.cross += len(self.objectives)
         found = self._pull_back(vector, (*theta.leaves, *v.leaves))
         in_theta, *in_v = self._sum([theta.flatten(found[: len(theta.leaves)])], found[len(theta.leaves) :])
-        return in_theta, in_v
+        return self._damped(in_theta, vector), in_v
 
     def live_gradient(self) -> tuple[Tensor, list[Tensor]]:
         """The inner loss and its gradient, one tensor a leaf, as an inner step takes them: buffers follow.
@@ -287,7 +296,7 @@ class Oracle:
     def empirical_fisher(self, vector: Tensor) -> Tensor:
         """The empirical Fisher matrix plus the ridge's Hessian, times a vector (D,): (1/B) J^T W J x + 2 l2 x."""
         terms = (objective.fisher(vector) for objective in self.objectives)
-        return self._mean_of(terms) + self.problem.ridge_diagonal() * vector
+        return self._damped(self._mean_of(terms) + self.problem.ridge_diagonal() * vector, vector)
 
     def ggn(self, vector: Tensor) -> Tensor:
         """The generalised Gauss-Newton matrix plus the ridge's Hessian, times a vector (D,).
@@ -296,7 +305,7 @@ class Oracle:
         """
         self.calls.hvps += len(self.objectives)
         terms = (objective.ggn(vector) for objective in self.objectives)
-        return self._mean_of(terms) + self.problem.ridge_diagonal() * vector
+        return self._damped(self._mean_of(terms) + self.problem.ridge_diagonal() * vector, vector)
 
     def _mean_of(self, terms: Iterable[Tensor]) -> Tensor:
         """The mean over the batches of means over the samples here."""

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 RecordKind: TypeAlias = Literal["batch", "raw", "sample", "layer"]
-FisherKind: TypeAlias = Literal["empirical", "exact", "sampled"]
+FisherKind: TypeAlias = Literal["empirical", "exact", "sampled", "auto"]
 BATCH_OBJECTIVE = "of the batch objective"  # statistics, where BatchNorm in training mode couples the samples
 
 

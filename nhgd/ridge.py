@@ -31,6 +31,14 @@ class Ridge:
         """Whether it is above 0 for every coordinate."""
         return self.value > 0 if isinstance(self.value, float) else bool((self.value > 0).all())
 
+    def plus(self, damping: float) -> Ridge:
+        """With a number added to every entry.
+
+        >>> Ridge(0.5).plus(0.25).value
+        0.75
+        """
+        return self if damping == 0 else Ridge(self.value + damping)
+
     def diagonal(self, size: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """(D,) for D = `size`, on a device; None: where it is."""
         if isinstance(self.value, float):

@@ -101,7 +101,7 @@ def test_nhgd_refined_begins_from_the_adjoint_of_the_outer_step_before():
 @pytest.mark.parametrize("make", [catalogue.weighted_logistic, catalogue.mlp_module, catalogue.plain_tensor])
 def test_one_and_two_outer_steps_by_hand(make, cross):
     for steps in (1, 2):
-        inverse = FisherDense(form="matrix", update="average", warm="accumulate")
+        inverse = FisherDense(form="matrix", update="average", warm="accumulate", damping=None)
         v, theta, _ = stepped(make, NHGD(inverse, cross=cross), steps)
         expected_v, expected_theta = by_hand(make, cross, steps)
         torch.testing.assert_close(v, expected_v, rtol=1e-9, atol=1e-11)
@@ -179,7 +179,7 @@ def test_the_default_inverse_suits_the_model_and_is_told():
     plain, _, _ = catalogue.plain_tensor()
     assert isinstance(NHGD().prepared(layered).inverse, KFAC)
     assert isinstance(NHGD().prepared(plain).inverse, FisherWindow)
-    assert NHGD(refine=3).prepared(layered).inverse == refined("kfac", steps=3)
+    assert NHGD(refine=3).prepared(layered).inverse == Refined(KFAC(fisher="auto"), steps=3)
     *_, running = stepped(catalogue.plain_tensor, "nhgd")
     assert "FisherWindow" in running.solution().stats["inverse"]
     assert running.history[0]["inverse"] == "fisher_window"
@@ -286,7 +286,8 @@ def test_the_damping_of_natural_steps_stays_above_its_floor():
 
 @pytest.mark.parametrize("make", [catalogue.weighted_logistic, catalogue.mlp_module])
 def test_observing_the_end_takes_the_curvature_of_the_very_point(make):
-    v, theta, running = stepped(make, NHGD(FisherWindow(window=len(make()[1][0]), records="sample"), observe="end"))
+    inverse = FisherWindow(window=len(make()[1][0]), records="sample", damping=None)
+    v, theta, running = stepped(make, NHGD(inverse, observe="end"))
     problem, inner, outer = make()
     before = oracles.v_of(problem)
     oracles.assign(problem.theta.given, theta)
@@ -417,6 +418,6 @@ def test_refusals(bad, message):
 
 def test_more_batches_than_anyone_means_are_refused_before_they_are_drawn():
     problem, inner, outer = catalogue.mlp_module()
-    solver = nhgd.Solver(problem, [inner], [outer], method=NHGD(KFAC(), batches=2**31), inner_steps=1)
+    solver = nhgd.Solver(problem, [inner], [outer], method=NHGD(KFAC(), cross="final", batches=2**31), inner_steps=1)
     with pytest.raises(nhgd.InputError, match="would hold more than 1,000,000 inner batches at once"):
         solver.step()

@@ -41,8 +41,9 @@ class Recorder(Tap):
     Args:
         problem: what is solved.
         kind: "batch", "raw", "sample" or "layer": which record.
-        fisher: "empirical", "exact" or "sampled": of which Fisher matrix. The last two need `Losses.outputs` and a
-            likelihood, and are not defined for "batch" and "raw".
+        fisher: "empirical", "exact", "sampled" or "auto": of which Fisher matrix. "exact" and "sampled" need `Losses.outputs`
+            and a likelihood, and are not defined for "batch" and "raw"; "auto" is "sampled" where both are given and fit
+            the losses, else "empirical".
         calls: what counts the passes of `step`.
         couples: whether products of the rows of different layers matter. Then all rows are of the same pass, with the
             same dropout, and BatchNorm in training mode is refused; otherwise those of parameters outside Linear and Conv2d
@@ -68,10 +69,15 @@ class Recorder(Tap):
     ) -> None:
         self.problem = problem
         self.kind = kind
-        self.fisher = fisher
+        self.fisher: FisherKind = fisher
+        if fisher == "auto":
+            self.fisher = "empirical" if problem.likelihood is None or kind in ("batch", "raw") else "sampled"
+        self._optional = (
+            fisher == "auto"
+        )  # whether the empirical Fisher matrix will do where the other is not to be had
         self.couples = couples or kind == "sample"
-        self.likelihood = None if fisher == "empirical" else problem.likelihood
-        if fisher != "empirical":
+        self.likelihood = None if self.fisher == "empirical" else problem.likelihood
+        if self.fisher != "empirical":
             if kind in ("batch", "raw"):
                 raise InputError(f"The {fisher} Fisher matrix needs per-sample records, not the gradient of a batch.")
             if problem.likelihood is None:
@@ -96,13 +102,15 @@ class Recorder(Tap):
     def memory(self) -> dict[str, Any]:
         """What was found out about the model that later records depend on, as plain values."""
         found = {"slow": self._others.slow, "noisy": self._others.noisy, "batch_objective": self.batch_objective}
-        return self.verification.memory() | found
+        return self.verification.memory() | found | {"empirical": self.likelihood is None}
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Go on as the recorder that had this memory."""
         self.verification.recall(memory)
         self._others.slow, self._others.noisy = bool(memory["slow"]), bool(memory["noisy"])
         self.batch_objective = bool(memory["batch_objective"])
+        if memory["empirical"] and self._optional:
+            self._make_do()
 
     def step(self, batch: Batch) -> InnerStep:
         """The inner gradient on a batch, at the problem's current theta and v, with its record."""
@@ -235,6 +243,8 @@ class Recorder(Tap):
 
     def of_layers(self, seen: Sequence[tuple[LayerCall | NormCall, Tensor]]) -> InnerRecord:
         """The record of a loss of which nothing is known but the layers it came through; taken for a mean over samples."""
+        if self._optional:
+            self._make_do()
         if self.fisher != "empirical":
             raise InputError(
                 f"fisher='{self.fisher}' needs the model's outputs, which a bare backward pass does not tell. Take the loss from"
@@ -271,11 +281,19 @@ class Recorder(Tap):
     def _columns(self, found: TappedPass) -> tuple[Tensor | None, list[Scores]]:
         """The roots of the likelihood in output space, (K, B, ...), or None; and the scores of each, or of the losses."""
         losses = found.losses
+        if self._optional and losses.outputs is None:
+            self._make_do()
         if self.likelihood is None:
             return None, [found.scores]
         with torch.enable_grad():
             outputs = losses.outputs_for(f"fisher='{self.fisher}'")
-            self.verification.check_likelihood(self.likelihood, outputs, losses)
+            try:
+                self.verification.check_likelihood(self.likelihood, outputs, losses)
+            except InputError:
+                if not self._optional:
+                    raise
+                self._make_do()
+                return None, [found.scores]
             draw = self.likelihood.sample if self.fisher == "sampled" else self.likelihood.roots
             seeds = draw(outputs, losses.values).detach().to(outputs.dtype)
             if not found.edges:
@@ -307,6 +325,10 @@ class Recorder(Tap):
             split = self._others.from_graph(found.losses, rest, seeds)
             rows |= dict(zip(rest, split.split([self.taps.shapes[name].numel() for name in rest], dim=1), strict=True))
         return torch.cat([rows[name] for name in names], dim=1)
+
+    def _make_do(self) -> None:
+        """Take the empirical Fisher matrix from now on."""
+        self.fisher, self.likelihood = "empirical", None
 
     def _other_rows(self, batch: Batch, found: TappedPass, names: tuple[str, ...], seeds: Tensor | None) -> Tensor:
         """Rows of parameters that no layer accounts for."""

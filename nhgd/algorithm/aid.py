@@ -12,15 +12,17 @@ from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import InputError
 from nhgd.inverse import CG, AbstractInverse, Identity
 from nhgd.loop.calibration import calibrate
+from nhgd.loop.horizon import Horizon
 from nhgd.loop.loop import Loop, StepInfo
 
 
 @dataclass
 class AIDState:
-    """Where theta started, and the last adjoint."""
+    """Where theta started, the last adjoint, and the horizon."""
 
     theta: Tensor
     adjoint: Tensor | None = None
+    horizon: Horizon | None = None
 
 
 @final
@@ -68,18 +70,18 @@ class AID(AbstractAlgorithm):
     def init(self, loop: Loop) -> AIDState:
         """Remember where theta starts, and how much of the inner steps the curvature takes."""
         calibrate(loop)
-        return AIDState(loop.problem.theta.flat())
+        return AIDState(loop.problem.theta.flat(), horizon=Horizon.start(loop.problem.theta.device, self.warm_start))
 
     def step(self, loop: Loop, state: AIDState) -> tuple[AIDState, StepInfo]:
         """One outer step."""
         if not self.warm_start:
             loop.problem.theta.assign(state.theta)
         losses = [loop.inner_step() for _ in range(loop.settings.inner_steps)]
-        found, lag = loop.implicit(loop.inner_batches(self.batches), state.adjoint if self.warm_solve else None)
+        start = state.adjoint if self.warm_solve else None
+        found, lag, notes = loop.implicit(loop.inner_batches(self.batches), start, horizon=state.horizon)
         norm = loop.move_v(found.leaves)
-        notes = {"residual": found.stats.residual, "poor_solve": found.stats.trouble is not None}
         info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, lag, notes)
-        return AIDState(state.theta, found.adjoint), info
+        return AIDState(state.theta, found.adjoint, state.horizon), info
 
 
 def check_batches(owner: str, batches: int | str, name: str = "batches") -> None:

@@ -17,6 +17,7 @@ from nhgd.errors import InputError
 from nhgd.inverse import AbstractInverse, FisherDense, FisherWindow, Learned
 from nhgd.inverse._learned.automatic import completed
 from nhgd.loop.calibration import calibrate
+from nhgd.loop.horizon import Horizon
 from nhgd.loop.levenberg_marquardt import LevenbergMarquardt
 from nhgd.loop.loop import Loop, Product, StepInfo
 from nhgd.objective import Objective
@@ -38,12 +39,14 @@ class Visit(NamedTuple):
 
 @dataclass
 class NHGDState:
-    """Where theta started, the last adjoint, the damping of natural steps, and how v was seen to enter the inner problem."""
+    """Where theta started, the last adjoint, the damping of natural steps, how v was seen to enter the inner problem, and
+    the horizon of steps that are not natural."""
 
     theta: Tensor
     adjoint: Tensor | None = None
     marquardt: LevenbergMarquardt | None = None
     recognition: Recognition | None = None
+    horizon: Horizon | None = None
 
 
 @final
@@ -155,7 +158,9 @@ class NHGD(AbstractAlgorithm):
         if self.observe == "all" and self.inner == "optimizer" and self.curvature == "carried":
             calibrate(loop)  # otherwise there is little to save, or a step that uses the curvature at once
         marquardt = LevenbergMarquardt(self.natural_lr, self.natural_floor) if self.inner == "natural" else None
-        return NHGDState(loop.problem.theta.flat(), marquardt=marquardt)
+        # A natural step answers at once in every direction.
+        horizon = None if marquardt is not None else Horizon.start(loop.problem.theta.device, self.warm_start)
+        return NHGDState(loop.problem.theta.flat(), marquardt=marquardt, horizon=horizon)
 
     def step(self, loop: Loop, state: NHGDState) -> tuple[NHGDState, StepInfo]:
         """One outer step."""
@@ -193,15 +198,14 @@ class NHGD(AbstractAlgorithm):
 
         # Products of the solve leave the graph of a gradient behind, from which a cross derivative is cheaper than a pass.
         own = way != "final" or (plain and isinstance(inverse, Learned))
-        found, lag = loop.implicit(batches, state.adjoint, cross if own else None)
+        found, lag, noted = loop.implicit(batches, state.adjoint, cross if own else None, state.horizon)
         norm = loop.move_v(found.leaves)
-        notes = {"inverse": inverse.name, "residual": found.stats.residual}
-        notes["poor_solve"] = found.stats.trouble is not None
+        notes = {"inverse": inverse.name} | noted
         if state.marquardt is not None:
             notes |= {"damping": state.marquardt.damping, "taken_back": state.marquardt.taken_back}
         info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, lag, notes)
         loop.remarks["cross"] = {"way": way} | ({} if recognition is None else vars(recognition))
-        return NHGDState(state.theta, found.adjoint, state.marquardt, recognition), info
+        return replace(state, adjoint=found.adjoint, recognition=recognition), info
 
     def _may_lag(self, loop: Loop) -> bool:
         """Whether the cross derivative is to come from inner steps, if it can. A compiled model would run uncompiled there."""

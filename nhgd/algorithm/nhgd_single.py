@@ -14,15 +14,17 @@ from nhgd.errors import InputError
 from nhgd.inverse import AbstractInverse, FisherDense
 from nhgd.inverse._learned.automatic import completed
 from nhgd.loop.calibration import calibrate
+from nhgd.loop.horizon import Horizon
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.problem import Bilevel
 
 
 @dataclass
 class NHGDSingleState:
-    """The last adjoint, (D,), where a refined solve begins."""
+    """The last adjoint, (D,), where a refined solve begins, and the horizon."""
 
     adjoint: Tensor | None = None
+    horizon: Horizon | None = None
 
 
 @final
@@ -89,13 +91,12 @@ class NHGDSingle(AbstractAlgorithm):
     def init(self, loop: Loop) -> NHGDSingleState:
         """Decide how much of the inner steps the curvature takes: ten of them count as an inner loop."""
         calibrate(loop, steps=10)
-        return NHGDSingleState()
+        return NHGDSingleState(horizon=Horizon.start(loop.problem.theta.device))
 
     def step(self, loop: Loop, state: NHGDSingleState) -> tuple[NHGDSingleState, StepInfo]:
         """One iteration."""
         loss = loop.inner_step()
-        found, lag = loop.implicit(loop.inner_batches(self.batches), state.adjoint)
+        found, lag, noted = loop.implicit(loop.inner_batches(self.batches), state.adjoint, horizon=state.horizon)
         norm = loop.move_v(found.leaves)
-        notes = {"inverse": "none" if loop.inverse is None else loop.inverse.name, "residual": found.stats.residual}
-        notes["poor_solve"] = found.stats.trouble is not None
-        return NHGDSingleState(found.adjoint), StepInfo(found.value, float(loss), norm, lag, notes)
+        notes = {"inverse": "none" if loop.inverse is None else loop.inverse.name} | noted
+        return NHGDSingleState(found.adjoint, state.horizon), StepInfo(found.value, float(loss), norm, lag, notes)

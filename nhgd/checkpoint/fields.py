@@ -203,6 +203,7 @@ _RECORDER = schema.record(
     unaccounted=schema.listing(schema.text),
     layers=schema.mapping(schema.optional(schema.text)),
     slow=schema.flag,
+    empirical=schema.flag,
     noisy=schema.flag,
     batch_objective=schema.flag,
 )

@@ -37,6 +37,7 @@ class Complaints:
 
     def __init__(self) -> None:
         self.spoken = False
+        self.doubted = False
         self.patient = False
         self.mends = 0
 
@@ -51,6 +52,12 @@ class Complaints:
         self.spoken = True
         _warn(f"{stats.trouble} This is said once a run; poor_solves in its stats counts the outer steps it holds for.")
 
+    def say(self, doubt: str | None) -> None:
+        """Warn of a doubt about the hypergradients of a run, unless one was said before."""
+        if doubt is not None and not self.doubted:
+            self.doubted = True
+            _warn(f"{doubt} This is said once a run.")
+
 
 def implicit(
     at: Oracle,
@@ -60,6 +67,7 @@ def implicit(
     cross: Callable[[Tensor], list[Tensor]] | None = None,
     outer: OuterGradient | None = None,
     complaints: Complaints | None = None,
+    adjust: Callable[[Tensor], Tensor] | None = None,
 ) -> Hypergradient:
     """grad Phi(v) = grad_v f - (d2_{theta,v} l)^T x with x = H^{-1} grad_theta f.
 
@@ -69,9 +77,11 @@ def implicit(
         cross: the transposed cross derivative times x; default: at the point itself.
         outer: the outer gradient, where it is known already.
         complaints: of the run this is a part of; without one, a solve in trouble is warned of here and now.
+        adjust: what is made of x before it is used.
     """
     outer = at.outer() if outer is None else outer
     x, stats = inverse.apply(state, outer.theta, at, start)
+    x = x if adjust is None else adjust(x)
     # A number is asked for only once all work is under way: until then a device need not be waited for.
     leaves = [f - c for f, c in zip(outer.v, (cross or at.cross)(x), strict=True)]
     if stats.residual is None and inverse.learner is not None and _suspicious(outer.theta, x):

@@ -63,6 +63,16 @@ class Wraps(Protocol):
 
 
 @runtime_checkable
+class FollowsHorizon(Protocol):
+    """An inverse that can leave its damping to the run it is a part of."""
+
+    @property
+    def follows_horizon(self) -> bool:
+        """Whether the damping of the run's horizon is to be added to what it solves."""
+        ...
+
+
+@runtime_checkable
 class FactorisesProducts(Protocol):
     """An iterative inverse with work at a point that serves many right-hand sides."""
 
@@ -150,6 +160,11 @@ def with_learner(inverse: AbstractInverse, learner: Learned[Any]) -> AbstractInv
     if isinstance(inverse, Wraps) and not isinstance(inverse, Learned):
         return inverse.with_learner(learner)
     return inverse if inverse.learner is None else learner
+
+
+def follows_horizon(inverse: AbstractInverse | None) -> bool:
+    """Whether the damping of a run's horizon is to be added to what it solves."""
+    return isinstance(inverse, FollowsHorizon) and inverse.follows_horizon
 
 
 def operator(learner: Learned[S], state: S, ridge: Ridge) -> Callable[[Tensor], Tensor]:

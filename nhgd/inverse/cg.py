@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
 from nhgd._validation import counted, not_negative
 from nhgd.inverse._krylov.pcg import pcg
+from nhgd.inverse._learned.damping import check_damping
 from nhgd.inverse.base import Iterative, SolveStats, vector_bytes
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable
@@ -33,7 +34,7 @@ class CG(Iterative):
     Args:
         steps: products at most.
         tol: relative residual at which to stop.
-        damping: added to the diagonal of H.
+        damping: added to the diagonal of H. "auto": in a run, that of its horizon; elsewhere nothing.
 
     >>> CG(steps=10, tol=1e-6).products
     10
@@ -47,11 +48,17 @@ class CG(Iterative):
     steps_field: ClassVar[str | None] = "steps"
     steps: int = 40
     tol: float = 1e-8
-    damping: float = 0.0
+    damping: float | Literal["auto"] = 0.0
 
     def __post_init__(self) -> None:
         counted("CG", steps=self.steps)
-        not_negative("CG", tol=self.tol, damping=self.damping)
+        not_negative("CG", tol=self.tol)
+        check_damping("CG", self.damping)
+
+    @property
+    def follows_horizon(self) -> bool:
+        """Whether its damping is "auto"."""
+        return self.damping == "auto"
 
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` where it is better than zero, or from zero."""
@@ -63,7 +70,7 @@ class CG(Iterative):
 
     def _product(self, oracle: Oracle, x: Tensor) -> Tensor:
         found = oracle.hvp(x)
-        return found.add_(x, alpha=self.damping) if self.damping else found
+        return found if self.damping == "auto" or not self.damping else found.add_(x, alpha=self.damping)
 
     def memory(self, theta: Variable) -> int:
         """x, r, p and Hp, and the best x and r."""

@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from nhgd._validation import not_negative, positive
+from nhgd._validation import positive
 from nhgd.errors import InputError, NonFiniteError
-from nhgd.inverse._learned.damping import refuse_singular, resolve_damping
+from nhgd.inverse._learned.damping import Damping, check_damping, refuse_singular, resolve_damping
 from nhgd.inverse._learned.graph import Graphable
 from nhgd.inverse._learned.state import State
 from nhgd.inverse._learned.woodbury import fold_row, fold_rows
@@ -76,8 +76,8 @@ class FisherDense(Learned[DenseState]):
             saw it, ridge included, as the paper prints it: it estimates F / B near an inner optimum, and nothing useful
             for full batches).
         fisher: "empirical", "exact" or "sampled"; the last two need records="sample".
-        damping: added to the diagonal beside the ridge, in the matrix form alone. None: nothing under a positive ridge,
-            1e-3 of the mean diagonal of F otherwise.
+        damping: added to the diagonal beside the ridge, in the matrix form alone. "auto": in a run, that of its horizon;
+            elsewhere, and for None everywhere, nothing under a positive ridge and 1e-3 of the mean diagonal of F otherwise.
         warm: what a new outer step begins from. "prior": the last estimate, worth t0 observations at most; "accumulate":
             the last estimate and its count; "reset": nothing learnt before.
         prior: A^0 = I / prior in the inverse form.
@@ -108,7 +108,7 @@ class FisherDense(Learned[DenseState]):
     beta: float = 0.95
     records: Literal["sample", "batch", "raw"] = "sample"
     fisher: FisherKind = "empirical"
-    damping: float | None = None
+    damping: Damping = "auto"
     warm: Literal["prior", "accumulate", "reset"] = "prior"
     prior: float = 1.0
     t0: float = 1.0
@@ -130,17 +130,21 @@ class FisherDense(Learned[DenseState]):
         positive("FisherDense", prior=self.prior, max_dim=self.max_dim)
         if self.limit is not None:
             positive("FisherDense", limit=self.limit)
-        if self.damping is not None:
-            not_negative("FisherDense", damping=self.damping)
-            if self.form == "inverse":
-                raise InputError(
-                    "FisherDense: form='inverse' cannot hold a constant damping, because its prior decays. Use"
-                    " form='matrix', or set the prior instead."
-                )
+        check_damping("FisherDense", self.damping)
+        if self.form == "inverse" and isinstance(self.damping, (int, float)):
+            raise InputError(
+                "FisherDense: form='inverse' cannot hold a constant damping, because its prior decays. Use"
+                " form='matrix', or set the prior instead."
+            )
         if self.dtype not in (torch.float32, torch.float64):
             raise InputError(f"FisherDense: dtype must be torch.float64 or torch.float32, got {self.dtype}.")
         if self.fisher != "empirical" and self.records != "sample":
             raise InputError(f"FisherDense: fisher='{self.fisher}' needs per-sample gradients. Use records='sample'.")
+
+    @property
+    def follows_horizon(self) -> bool:
+        """Whether its damping is "auto", in the matrix form."""
+        return self.damping == "auto" and self.form == "matrix"
 
     def init(self, theta: Variable) -> DenseState:
         """The prior, or zeros."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nhgd._validation import counted, positive
 from nhgd.errors import InputError
-from nhgd.inverse._learned.damping import resolve_damping
+from nhgd.inverse._learned.damping import Damping, resolve_damping
 from nhgd.inverse._learned.effort import Effort
 from nhgd.inverse._learned.periods import OVERHEAD, Periodic
 from nhgd.inverse._learned.state import State
@@ -51,8 +51,9 @@ class FisherDiagonal(Periodic[FisherDiagonalState]):
     product of squared scores and squared inputs.
 
     Args:
-        damping: added to the diagonal, beside the ridge 2 l2. None: nothing where the ridge is positive everywhere, else
-            1e-3 of the mean of f. `notes["damping"]` says what was used.
+        damping: added to the diagonal, beside the ridge 2 l2. "auto": in a run, that of its horizon; elsewhere, and for
+            None everywhere, nothing where the ridge is positive everywhere, else 1e-3 of the mean of f. `notes["damping"]`
+            says what was used beside the horizon's.
         beta: how slowly batches fade from the running mean, in [0, 1), with bias correction; None: never, and every
             sample observed counts the same.
         fisher: "empirical", "exact" (expectation over the model's own labels) or "sampled".
@@ -72,7 +73,7 @@ class FisherDiagonal(Periodic[FisherDiagonalState]):
     """
 
     name: ClassVar[str] = "fisher_diagonal"
-    damping: float | None = None
+    damping: Damping = "auto"
     beta: float | None = 0.95
     fisher: FisherKind = "empirical"
     dtype: torch.dtype | None = None
@@ -91,6 +92,11 @@ class FisherDiagonal(Periodic[FisherDiagonalState]):
                         "FisherDiagonal: overhead chooses factor_every itself. Give either the overhead or the period."
                     )
                 object.__setattr__(self, "overhead", None)  # a period that is given takes the place of the default
+
+    @property
+    def follows_horizon(self) -> bool:
+        """Whether its damping is "auto"."""
+        return self.damping == "auto"
 
     def _precision(self, theta: Variable) -> torch.dtype:
         return self.dtype or torch.promote_types(theta.dtype, torch.float32)

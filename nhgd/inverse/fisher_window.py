@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from nhgd._recording.accounting import held
-from nhgd._validation import not_negative, positive
+from nhgd._validation import positive
 from nhgd.errors import InputError, NonFiniteError
-from nhgd.inverse._learned.damping import refuse_singular, resolve_damping
+from nhgd.inverse._learned.damping import Damping, check_damping, refuse_singular, resolve_damping
 from nhgd.inverse._learned.gram import PIECE
 from nhgd.inverse._learned.ring import NewRows, WindowState, by_sample, factors_pay, fit, layer_rows, pairs
 from nhgd.inverse.base import Learned, SolveStats
@@ -66,8 +66,8 @@ class FisherWindow(Learned[WindowState]):
             gradients) or "batch" (the gradient of the batch without the ridge, scaled to estimate F near an inner
             optimum; equal weights only).
         fisher: "empirical", "exact" or "sampled"; the last two need records other than "batch".
-        damping: added to the diagonal beside the ridge. None: nothing under a positive ridge, 1e-3 of the mean diagonal
-            of F otherwise.
+        damping: added to the diagonal beside the ridge. "auto": in a run, that of its horizon; elsewhere, and for None
+            everywhere, nothing under a positive ridge and 1e-3 of the mean diagonal of F otherwise.
         allow_large: admit more than 20,000 rows; memory grows with their square and the solve with their cube.
 
     >>> from nhgd.variable import Variable
@@ -88,7 +88,7 @@ class FisherWindow(Learned[WindowState]):
     beta: float = 0.95
     records: Literal["layer", "sample", "batch"] = "layer"
     fisher: FisherKind = "empirical"
-    damping: float | None = None
+    damping: Damping = "auto"
     allow_large: bool = False
 
     def __post_init__(self) -> None:
@@ -100,8 +100,7 @@ class FisherWindow(Learned[WindowState]):
                 f"FisherWindow: beta must lie between 0 and 1, both excluded, got {self.beta}. It is the weight of a step"
                 " relative to the next: try 0.95, or use weights='average'."
             )
-        if self.damping is not None:
-            not_negative("FisherWindow", damping=self.damping)
+        check_damping("FisherWindow", self.damping)
         if self.fisher != "empirical" and self.records == "batch":
             raise InputError(
                 f"FisherWindow: fisher='{self.fisher}' needs per-sample quantities. Use records='layer' or 'sample'."
@@ -117,6 +116,11 @@ class FisherWindow(Learned[WindowState]):
             f" matrix of that size. Use a smaller window{' or fisher=' + repr('sampled') if roots > 1 else ''}, or pass"
             " allow_large=True if you mean it."
         )
+
+    @property
+    def follows_horizon(self) -> bool:
+        """Whether its damping is "auto"."""
+        return self.damping == "auto"
 
     def init(self, theta: Variable) -> WindowState:
         """An empty ring; its arrays are made when the first record shows their shapes."""

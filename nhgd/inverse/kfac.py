@@ -42,8 +42,9 @@ class KFAC(AbstractKronecker[KroneckerState]):
     of the batch objective, through the statistics of the batch, and `notes["statistics"]` says so.
 
     Args:
-        damping: added to the diagonal, beside the ridge 2 l2. None: nothing where the ridge is positive everywhere, else
-            1e-3 of the mean diagonal of F. `notes["damping"]` says what was used.
+        damping: added to the diagonal, beside the ridge 2 l2. "auto": in a run, that of its horizon; elsewhere, and for
+            None everywhere, nothing where the ridge is positive everywhere, else 1e-3 of the mean diagonal of F.
+            `notes["damping"]` says what was used beside the horizon's.
         beta: how slowly batches fade from the running means, in [0, 1), with bias correction; None: never, and every
             sample observed counts the same.
         fisher: "empirical", "exact" (expectation over the model's own labels) or "sampled".

@@ -11,7 +11,7 @@ from nhgd._validation import counted, not_negative
 from nhgd.errors import InputError
 from nhgd.inverse._krylov.pcg import pcg
 from nhgd.inverse.base import AbstractInverse, Learned, SolveStats, vector_bytes
-from nhgd.inverse.capabilities import label, preconditioner, products, warnings_for, with_learner
+from nhgd.inverse.capabilities import follows_horizon, label, preconditioner, products, warnings_for, with_learner
 from nhgd.inverse.kfac import KFAC
 from nhgd.oracle import Oracle
 from nhgd.variable import Variable
@@ -63,6 +63,11 @@ class Refined(AbstractInverse):
         not_negative("Refined", tol=self.tol)
         if isinstance(self.inverse, Refined):
             raise InputError("Refined cannot refine itself: give it more steps instead.")
+
+    @property
+    def follows_horizon(self) -> bool:
+        """Whether that of the inverse inside does."""
+        return follows_horizon(self.inverse)
 
     @property
     def label(self) -> str:

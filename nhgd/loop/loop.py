@@ -27,7 +27,8 @@ from nhgd.execution.base import AbstractExecutor, SupportsOverlap
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import Complaints, implicit
 from nhgd.inverse.base import AbstractInverse
-from nhgd.inverse.capabilities import couples, needs_record, sampling
+from nhgd.inverse.capabilities import couples, follows_horizon, needs_record, preconditioner, sampling
+from nhgd.loop.horizon import Horizon
 from nhgd.loop.mover import Mover
 from nhgd.loop.projection import project
 from nhgd.loop.settings import LoopSettings
@@ -86,6 +87,7 @@ class Loop:
         # A loader of the user's own may fill one buffer again and again, while records of the steps before still share it.
         self._refills = executor.background and not isinstance(inner_data, (Data, list, tuple))
         self.recent: deque[Batch] = deque(maxlen=RECENT)  # this outer step's last inner batches, for diagnosis
+        self._gradient: Sequence[Tensor] | None = None  # of the last inner step
         self.use(inverse)
 
     @property
@@ -141,15 +143,21 @@ class Loop:
         batches: Sequence[Batch],
         start: Tensor | None = None,
         cross: Callable[[Oracle], Product] | None = None,
-    ) -> tuple[Hypergradient, int]:
-        """The hypergradient where the inner loop has ended, on these batches and the next outer one; the lag of its curvature.
+        horizon: Horizon | None = None,
+    ) -> tuple[Hypergradient, int, dict[str, Any]]:
+        """The hypergradient where the inner loop has ended, on these batches and the next outer one; the lag of its curvature;
+        and what is to be noted of it.
 
         All that can be done without the curvature is done before it is waited for. Arguments as of the implicit formula, but
-        that `cross` is handed the point, and gives the product with x.
+        that `cross` is handed the point, and gives the product with x. An inverse whose damping is "auto" solves with that of
+        the horizon.
         """
         executor = self.executor
         waiting = isinstance(executor, SupportsOverlap) and executor.inner_loop_ended()
         at = self.oracle(batches, self.outer.next())
+        horizon = horizon if follows_horizon(self.inverse) else None
+        if horizon is not None:
+            at.damp(horizon.damping(self.theta.travelled(), at.ridge.positive))
         try:
             outer = at.outer()
             along = None if cross is None else cross(at)
@@ -165,7 +173,36 @@ class Loop:
                 raise
             raise found from error
         inverse, curvature, lag = executor.curvature()
-        return implicit(at, inverse, curvature, start, along, outer, self.complaints), lag
+        notes: dict[str, Any] = {}
+        adjust = None
+        if horizon is not None and inverse.learner is inverse:
+            solver = partial(preconditioner, inverse, curvature, at)
+            adjust = partial(self._adjusted, horizon, at, outer.theta, solver, notes)
+        made = implicit(at, inverse, curvature, start, along, outer, self.complaints, adjust)
+        notes = {"residual": made.stats.residual, "poor_solve": made.stats.trouble is not None} | notes
+        if horizon is not None and made.adjoint is not None:
+            notes |= {"damping": at.damping, "horizon": horizon.loops}
+            horizon.observe(made.adjoint, self.clock.k)
+            self.complaints.say(horizon.doubt(made.value))
+        return made, lag, notes
+
+    def _adjusted(
+        self,
+        horizon: Horizon,
+        at: Oracle,
+        u: Tensor,
+        solver: Callable[[], Callable[[Tensor], Tensor]],
+        notes: dict[str, Any],
+        x: Tensor,
+    ) -> Tensor:
+        """What the horizon makes of x; at times by a product or two, and then with notes."""
+        x = horizon.corrected(x)
+        if not horizon.due(self.clock.k, self.clock.t):
+            return x
+        gradient = None if self._gradient is None else self.problem.theta.flatten(self._gradient)
+        better, found = horizon.measured(at, u, x, solver(), gradient)
+        notes |= found
+        return better
 
     @property
     def weighing(self) -> Weighing:
@@ -257,6 +294,7 @@ class Loop:
         """One projected optimiser step on theta, by default on the next batch; returns the loss before it."""
         chosen = self.objective(self.inner_batch()) if objective is None else objective
         found = self.gradient(chosen, record, cross=cross)
+        self._gradient = found.gradient
 
         def closure() -> Tensor:
             again = self.gradient(chosen, record=False)
@@ -350,6 +388,7 @@ class Loop:
     def begin(self) -> None:
         """A new outer step: the inner clock restarts and the executor is told."""
         self.clock.t = 0
+        self.theta.depart()
         self.recent.clear()
         self.problem.check_ridge()
         if (self.clock.k & (self.clock.k - 1) == 0 and self.clock.k > 0) or self.clock.k % 256 == 255:

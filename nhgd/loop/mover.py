@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
@@ -23,6 +24,7 @@ class Mover:
         self, variable: Variable, level: str, optimizer: OptimizerFactory | None, rate: Rate | None, default: float
     ) -> None:
         self.variable = variable
+        self._travelled = 0.0
         leaves = list(variable.leaves)
         self.schedule: Schedule | None = None if rate is None else as_schedule(rate, f"{level}_lr")
         if optimizer is None or (is_class(optimizer) and issubclass(optimizer, Optimizer)):
@@ -56,6 +58,38 @@ class Mover:
                 stacklevel=4,
             )
 
+    def depart(self) -> None:
+        """Begin to sum up step sizes."""
+        self._travelled = 0.0
+
+    def travelled(self) -> float:
+        """The sum of the step sizes since the departure, as plain gradient steps would have to have them.
+
+        Momentum makes a step 1 / (1 - momentum) times as long in the end. Adam and its kin divide by sqrt(v); what they make
+        of a gradient of the usual size is sum sqrt(v) / sum v times its length, over the coordinates.
+        """
+        factor = 1.0
+        group = self.optimizer.param_groups[0]
+        if isinstance(self.optimizer, SGD):
+            factor = (1 - group["dampening"]) / (1 - group["momentum"]) if group["momentum"] else 1.0
+        else:
+            moments = [
+                (moment, state.get("step"))
+                for state in self.optimizer.state.values()
+                for name in ("exp_avg_sq", "square_avg", "sum")
+                if isinstance(moment := state.get(name), Tensor)
+            ]
+            if moments:
+                decay = group["betas"][1] if "betas" in group else 0.0
+                roots, squares = (
+                    torch.stack([m.double().pow(p).sum().cpu() for m, _ in moments]).sum() for p in (0.5, 1.0)
+                )
+                step = float(moments[0][1]) if moments[0][1] is not None else 1.0
+                unbiased = 1 - decay**step if decay else 1.0
+                ratio = float(roots / squares.clamp_min(torch.finfo(torch.float64).tiny)) * unbiased**0.5
+                factor = ratio if squares > 0 else 1.0
+        return self._travelled * factor
+
     def rate(self, clock: Clock) -> float:
         """The step size now."""
         return self.schedule.rate(clock) if self.schedule is not None else float(self.optimizer.param_groups[0]["lr"])
@@ -66,6 +100,7 @@ class Mover:
             lr = self.schedule.rate(clock)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
+        self._travelled += float(self.optimizer.param_groups[0]["lr"])
         self.give(gradient)
         if not isinstance(self.optimizer, LBFGS):
             self.optimizer.step()

@@ -12,7 +12,7 @@ from nhgd.variable import Variable
 
 def automatic(theta: Variable) -> KFAC | FisherWindow:
     """K-FAC where theta is a module with a trainable Linear or Conv2d layer, the window elsewhere."""
-    return KFAC() if theta.root is not None and layer_shapes(theta) else FisherWindow()
+    return KFAC(fisher="auto") if theta.root is not None and layer_shapes(theta) else FisherWindow()
 
 
 def completed(inverse: AbstractInverse | None, refine: int, theta: Variable) -> AbstractInverse:

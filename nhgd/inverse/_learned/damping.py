@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from nhgd._validation import not_negative
 from nhgd.errors import InputError
 from nhgd.inverse.base import Learned
 from nhgd.ridge import Ridge
 
+Damping: TypeAlias = float | Literal["auto"] | None
 L = TypeVar("L", bound=Learned[Any])
 SHARE = 1e-3  # of the mean diagonal of F, where there is no ridge
 
 
-def resolve_damping(damping: float | None, ridge: Ridge, mean_diagonal: float | Callable[[], float]) -> float:
-    """The damping that is used: the one given or, for None, none under a positive ridge and a little without one.
+def resolve_damping(damping: Damping, ridge: Ridge, mean_diagonal: float | Callable[[], float]) -> float:
+    """The damping that is used: the one given; else none under a positive ridge and a little without one.
 
     Args:
-        damping: what the user asked for.
+        damping: what the user asked for. "auto" asks for the damping of a run's horizon, which comes with the ridge.
         ridge: that of the point.
         mean_diagonal: of F, without the ridge; or how it is found, where that is work.
 
@@ -29,11 +31,17 @@ def resolve_damping(damping: float | None, ridge: Ridge, mean_diagonal: float | 
     >>> resolve_damping(None, Ridge(0.0), mean_diagonal=2.0)
     0.002
     """
-    if damping is not None:
+    if damping is not None and damping != "auto":
         return damping
     if ridge.positive:
         return 0.0
     return SHARE * (mean_diagonal() if callable(mean_diagonal) else mean_diagonal)
+
+
+def check_damping(owner: str, damping: Damping) -> None:
+    """Refuse a damping that is neither a number of at least 0, nor "auto", nor None."""
+    if damping is not None and damping != "auto":
+        not_negative(owner, damping=damping)
 
 
 def refuse_singular(owner: str, shift: Tensor, observed: bool) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nhgd._validation import not_negative, positive
 from nhgd.errors import InputError
-from nhgd.inverse._learned.damping import resolve_damping
+from nhgd.inverse._learned.damping import Damping, resolve_damping
 from nhgd.inverse._learned.effort import Effort
 from nhgd.inverse._learned.eigenbasis import Solver, block_solver
 from nhgd.inverse._learned.graph import Graphable
@@ -47,7 +47,7 @@ class AbstractKronecker(Periodic[T]):
     """An inverse of the Fisher matrix, layer by layer, in or near the eigenbasis of two Kronecker factors."""
 
     moments: ClassVar[int]  # vectors as long as theta in the state, twice while a batch is folded in
-    damping: float | None = None
+    damping: Damping = "auto"
     beta: float | None = 0.95
     fisher: FisherKind = "empirical"
     factor_every: int = 1
@@ -76,6 +76,11 @@ class AbstractKronecker(Periodic[T]):
                         " periods."
                     )
                 object.__setattr__(self, "overhead", None)  # periods that are given take the place of the default
+
+    @property
+    def follows_horizon(self) -> bool:
+        """Whether its damping is "auto"."""
+        return self.damping == "auto"
 
     def init(self, theta: Variable) -> T:
         """Nothing observed."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nhgd._validation import not_negative
 from nhgd.errors import InputError
+from nhgd.inverse._learned.damping import Damping, check_damping
 from nhgd.record import BATCH_OBJECTIVE
 
 
-def check_statistics(owner: str, damping: float | None, beta: float | None, dtype: torch.dtype | None) -> None:
+def check_statistics(owner: str, damping: Damping, beta: float | None, dtype: torch.dtype | None) -> None:
     """Refuse settings that no running statistic can work with."""
-    if damping is not None:
-        not_negative(owner, damping=damping)
+    check_damping(owner, damping)
     if beta is not None and not 0 <= beta < 1:
         raise InputError(
             f"{owner}: beta must be at least 0 and below 1, got {beta}. Use beta=None for a plain average over everything"

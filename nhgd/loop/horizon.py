@@ -1,0 +1,214 @@
+"""How far ahead a hypergradient answers: the damping that a run adds to its inner Hessian, and how good x was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nhgd.oracle import Oracle
+
+MEMORY = 0.8  # of the running mean of cosines, for each outer step
+POWER = 0.75
+LONGEST = (
+    1e8,
+    1e4,
+)  # inner loops: beyond it the damping is of no account; and without a ridge, where nothing else is added
+EVERY = 4  # outer steps from one reading to the next, after the first few
+SHARE = 0.05  # of the inner loop's gradients that may be spent on measuring
+PRODUCT = 2.5  # gradients that a Hessian product with a graph of its own is worth
+POOR, GOOD = 0.25, 0.75  # shares of the predicted gain, as Levenberg and Marquardt have them
+TRUST = (1.0, 1e6)
+LENGTH = 100.0  # by which x may be made longer or shorter
+PERSISTENT = 0.9  # cosine
+FAR = 1.0  # a Newton step as long as theta
+STREAK = 3  # poor measurements in a row are said aloud
+RISE = 1.5  # of the lowest outer loss
+SETTLED = 20  # outer steps
+
+
+@dataclass
+class Horizon:
+    """The damping of the implicit formula within a run, adapted as it goes.
+
+    T inner steps of size eta from where theta stands answer a change of v by the Neumann series of T terms, which is close to
+    (H + I / (eta T))^{-1}: slow directions have no time to follow. A change that persists over m outer steps has m inner loops:
+
+        damping = trust / (eta T m),     m = ((1 + rho) / (1 - rho))^(3/4)
+
+    rho is the running mean of the cosine between successive adjoints x. Where x turns from one outer step to the next, because v
+    moves what the inner problem sees, m is about 1; as v settles, rho goes to 1, m grows without bound and the damping vanishes.
+    (1 + rho) / (1 - rho) is how many steps a first-order autoregressive process remembers; the power keeps some distance to it,
+    because an answer for too long a horizon costs more than one for too short.
+
+    Now and then, at most for a twentieth of the inner loop's work, Hessian products measure x against the damped system:
+
+        w = (H + damping I) x,     residual = |w - u| / |u|
+
+    Where x turns (rho below 0.9), one product adapts the trust as Levenberg and Marquardt do. Were the learnt matrix right, x
+    would lower x.(H + damping I)x / 2 - u.x by u.x / 2; 2 - x.w / x.u is the share of it that is true. Below 1/4, or where the
+    curvature along x is negative, the trust is doubled; above 3/4 it is halved, to 1 at least. And x is given the right length.
+
+    Where x persists, a second product refines it along z = P^{-1} (u - w), P the learnt matrix: the best a x + b z is taken, and
+    what it differs by is kept for the outer steps to come,
+
+        x = scale P^{-1} u + correction,     correction <- rho correction at each outer step
+
+    so that a settled run arrives at the exact adjoint, by one step of preconditioned descent after another.
+
+    Attributes:
+        cosine: the running mean, on the device of x; `rho` is its last reading.
+        warm: whether theta goes on from one outer step to the next.
+        adjoint: the last x.
+        trust, scale, correction: as above.
+        poor, far: how many of the last ones in a row found x poor, and theta far from its inner optimum.
+        steps: outer steps.
+        lowest, recent: the lowest running mean of the outer loss, and the present one.
+    """
+
+    cosine: Tensor
+    warm: bool = True
+    adjoint: Tensor | None = None
+    rho: float = 0.0
+    trust: float = 1.0
+    scale: float = 1.0
+    correction: Tensor | None = None
+    poor: int = 0
+    far: int = 0
+    lowest: float = math.inf
+    recent: float = math.nan
+    steps: int = 0
+
+    @classmethod
+    def start(cls, device: torch.device, warm: bool = True) -> Horizon:
+        """Before the first outer step of a run whose theta goes on from the last one, or does not."""
+        return cls(torch.zeros((), dtype=torch.float64, device=device), warm=warm)
+
+    @property
+    def loops(self) -> float:
+        """m: how many inner loops a change of v has to be answered in; one where each begins anew."""
+        if not self.warm:
+            return 1.0
+        rho = min(max(self.rho, -0.9), 1 - 1e-12)
+        return float(((1 + rho) / (1 - rho)) ** POWER)
+
+    def damping(self, travelled: float, ridge: bool) -> float:
+        """For an inner loop whose step sizes sum to `travelled`, of a problem with a ridge or without one."""
+        loops = min(self.loops, LONGEST[0 if ridge else 1])
+        return self.trust / (travelled * loops) if travelled > 0 else 0.0
+
+    def observe(self, x: Tensor, step: int) -> None:
+        """Compare x with the last one. Numbers are read every few outer steps alone."""
+        if self.adjoint is not None:
+            a, b = x.double(), self.adjoint.double()
+            size = a.norm() * b.norm()
+            cosine = torch.where(size > 0, a.dot(b) / size, self.cosine)
+            self.cosine = self.cosine.lerp(cosine, 1 - MEMORY)
+        self.adjoint = x
+        if step < EVERY or step % EVERY == EVERY - 1:
+            self.rho = float(self.cosine)
+
+    @property
+    def persists(self) -> bool:
+        """Whether successive adjoints are alike, so that what is found out about one holds for the next."""
+        return self.warm and self.rho >= PERSISTENT
+
+    def due(self, step: int, inner_steps: int) -> bool:
+        """Whether products may be spent at this outer step."""
+        products = 2 if self.persists else 1
+        period: int = max(EVERY, math.ceil(products * PRODUCT / (SHARE * max(inner_steps, 1))))
+        return step % period == 0
+
+    def corrected(self, x: Tensor) -> Tensor:
+        """The learnt inverse's x with the scale and the correction that are known."""
+        x = x if self.scale == 1.0 else x * self.scale
+        if self.correction is not None:
+            self.correction = self.correction * max(self.rho, 0.0)
+            x = x + self.correction
+        return x
+
+    def measured(
+        self, at: Oracle, u: Tensor, x: Tensor, solve: Callable[[Tensor], Tensor], gradient: Tensor | None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """A better x by one or two products, what is to be noted, and what follows for the outer steps to come.
+
+        Args:
+            at: the point, damped.
+            x: as `corrected` gave it.
+            solve: the inverse that it came from.
+            gradient: of the inner objective where the inner loop ended, or nearly there.
+        """
+        w = at.hvp(x)
+        z = solve(u - w)
+        persists = self.persists
+        hz = at.hvp(z) if persists else torch.zeros_like(z)
+        newton = x.new_zeros(()) if gradient is None else solve(gradient).norm()
+        pairs = [(u, u), (x, u), (x, w), (z, u), (x, hz), (z, hz), (x, x), (z, z), (x, z), (w, w), (w, u), (w, hz)]
+        pairs += [(hz, hz), (hz, u)]
+        numbers = [a.double().dot(b.double()) for a, b in pairs]
+        numbers += [newton.double(), at.problem.theta.flat().double().norm()]
+        found: list[float] = torch.stack(numbers).tolist()
+        if not (found[0] > 0 and found[6] > 0 and all(map(math.isfinite, found))):
+            return x, {}
+        uu, xu, xw, zu, xhz, zhz, xx, zz, xz, ww, wu, whz, hzhz, hzu, newton_length, length = found
+        sound = xu > 0 and xw > 0
+        gain = 2 - xw / xu if sound else -1.0
+        if persists:
+            self.trust = max(self.trust / 2, TRUST[0])
+        elif gain < POOR:
+            self.trust = min(self.trust * 2, TRUST[1])
+        elif gain > GOOD:
+            self.trust = max(self.trust / 2, TRUST[0])
+        a, b = best_combination(xw, xhz, zhz, xu, zu) if persists else (xu / xw if sound else 1.0, 0.0)
+        a, b = min(max(a, 1 / LENGTH), LENGTH), min(max(b, -LENGTH), LENGTH)
+        self.scale = min(max(self.scale * a, 1 / LENGTH), LENGTH)
+        if persists:
+            self.correction = b * z if self.correction is None else a * self.correction + b * z
+        better = a * x + b * z
+        left = a * a * ww + 2 * a * b * whz + b * b * hzhz - 2 * a * wu - 2 * b * hzu + uu
+        residual = math.sqrt(max(left, 0.0) / uu)
+        refined = math.sqrt(max(xx + 2 * xz + zz, 0.0) * xx)
+        distance = newton_length / length if length > 0 else 0.0
+        self.poor = self.poor + 1 if gain < POOR else 0
+        self.far = self.far + 1 if distance > FAR else 0
+        notes = {"residual": residual, "cosine": (xx + xz) / refined if refined > 0 else 0.0}
+        return better, notes | ({} if gradient is None else {"inner_distance": distance})
+
+    def doubt(self, loss: float) -> str | None:
+        """Why the hypergradient is not to be trusted, in a sentence with the remedy; None where nothing speaks against it."""
+        self.steps += 1
+        self.recent = loss if math.isnan(self.recent) else 0.9 * self.recent + 0.1 * loss
+        self.lowest = min(self.lowest, self.recent)
+        if self.poor >= STREAK:
+            return (
+                f"The last {self.poor} Hessian products found that x does not solve the damped system, although its damping was"
+                f" raised {self.trust:.3g}-fold: the statistics are stale or far from the Hessian. Use nhgd-refined or aid-cg, give"
+                " the problem a likelihood, or lower the outer step."
+            )
+        if self.far >= STREAK:
+            return (
+                "theta is far from its inner optimum: a Newton step would be longer than theta itself. The hypergradient speaks of"
+                " a place where theta never arrives. Take more inner steps, a larger inner step, or l2."
+            )
+        if self.steps > SETTLED and self.lowest > 0 and self.recent > RISE * self.lowest:
+            return (
+                f"The outer loss has risen {self.recent / self.lowest:.2g}-fold above its lowest mean, against what the hypergradient"
+                " predicts. Lower the outer step, take more inner steps, or look at the problem with nhgd check."
+            )
+        return None
+
+
+def best_combination(xx: float, xz: float, zz: float, xu: float, zu: float) -> tuple[float, float]:
+    """a, b such that a x + b z minimises y.A y / 2 - u.y, from products in A and with u; of x alone where A is not positive there.
+
+    >>> best_combination(2.0, 0.0, 1.0, 1.0, 1.0)
+    (0.5, 1.0)
+    """
+    determinant = xx * zz - xz * xz
+    if xx > 0 and determinant > 1e-10 * xx * abs(zz):
+        return (xu * zz - zu * xz) / determinant, (zu * xx - xu * xz) / determinant
+    return (xu / xx if xx > 0 and xu > 0 else 1.0), 0.0
