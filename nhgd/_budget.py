@@ -78,7 +78,7 @@ class Prices:
 
 PRICES = {
     "cpu": Prices(2.4e-11, 20.0, 1.2e-10, 1.2e-5, 9e-11, 2.2e-8, 9e-12),
-    "cuda": Prices(5e-14, 40.0, 1e-12, 8e-6, 9e-12, 2.2e-8, 1e-12),
+    "cuda": Prices(1e-13, 40.0, 2e-12, 2e-5, 1e-12, 8e-9, 1.5e-13),
 }
 
 
