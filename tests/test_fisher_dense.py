@@ -486,7 +486,7 @@ def test_memory_is_at_least_the_state() -> None:
         ({"warm": "cold"}, "Known: accumulate, prior, reset"),
         ({"guard": "halt"}, "Known: restart, stop"),
         ({"records": "layer"}, "Known: batch, raw, sample"),
-        ({"fisher": "true"}, "Known: empirical, exact, sampled"),
+        ({"fisher": "true"}, "Known: auto, empirical, exact, sampled"),
         ({"fisher": "exact", "records": "batch"}, "needs per-sample gradients.*records='sample'"),
         ({"fisher": "exact", "records": "raw"}, "needs per-sample gradients"),
         ({"dtype": torch.float16}, "torch.float64 or torch.float32"),

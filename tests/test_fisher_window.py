@@ -516,7 +516,7 @@ def test_an_empty_state_with_odd_names_saves_too() -> None:
         ({"damping": -0.1}, "damping must be 0 or more"),
         ({"weights": "mean"}, "Known: average, ema"),
         ({"records": "layers"}, "Did you mean 'layer'"),
-        ({"fisher": "true"}, "Known: empirical, exact, sampled"),
+        ({"fisher": "true"}, "Known: auto, empirical, exact, sampled"),
         ({"fisher": "exact", "records": "batch"}, "per-sample quantities.*records='layer'"),
     ],
 )

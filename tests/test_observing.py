@@ -105,7 +105,7 @@ def test_a_loop_of_ones_own_learns_what_a_solver_learns(inverse: Any, optimizer:
     torch.manual_seed(8)
     loop.begin()
     losses = [float(loop.inner_step()) for _ in range(6)]
-    expected, _ = loop.implicit([batches[2]])
+    expected, *_ = loop.implicit([batches[2]])
 
     steps = optimizer(problem.theta.given.parameters(), lr=0.05)  # type: ignore[union-attr]
     torch.manual_seed(8)

@@ -130,6 +130,7 @@ CALM = {"inner_steps": 4, "inner_lr": 0.6, "outer_lr": FALLING}
 SINGLE = {"inner_steps": 1, "inner_lr": Power(0.9, 0.3), "outer_lr": FALLING}
 BOME_RATE = Power(0.5, 1.0, offset=40)
 
+PLAIN = KFAC(damping=None, overhead=None)  # its fixed point is known in closed form
 EXACTLY = CG(steps=50, tol=1e-14)
 
 ALGORITHMS: list[AlgorithmCase] = [
@@ -195,34 +196,41 @@ ALGORITHMS: list[AlgorithmCase] = [
     ),
     AlgorithmCase(
         NHGD(),
+        settings=FAST,
+        steps=80,
+        tol=0.01,
+    ),
+    AlgorithmCase(
+        NHGD(PLAIN),
+        label="kfac",
         end=ends_with(kfac_matrix),
         settings=FAST,
         steps=80,
         formula=formulas.learning(formulas.Kronecker),
         noisy=CALM,
-        wrong=NHGD(KFAC(beta=0.951)),
+        wrong=NHGD(replace(PLAIN, beta=0.951)),
     ),
     AlgorithmCase(
-        NHGD(FisherWindow(window=480)),
+        NHGD(FisherWindow(window=480, damping=None)),
         label="window",
         end=ends_with(fisher_matrix),
         settings=FAST,
         steps=80,
         formula=formulas.learning(lambda: formulas.Window(batches=6)),
         noisy=CALM,
-        wrong=NHGD(FisherWindow(window=400)),
+        wrong=NHGD(FisherWindow(window=400, damping=None)),
     ),
     AlgorithmCase(
-        NHGD(FisherWindow(window=480, fisher="exact")),
+        NHGD(FisherWindow(window=480, fisher="exact", damping=None)),
         label="exact window",
         settings=FAST,
         steps=60,
         formula=formulas.learning(lambda: formulas.Window(batches=6, exact=True)),
         noisy=CALM,
-        wrong=NHGD(FisherWindow(window=480)),
+        wrong=NHGD(FisherWindow(window=480, damping=None)),
     ),
     AlgorithmCase(
-        NHGD(FisherDense()),
+        NHGD(FisherDense(damping=None)),
         label="dense",
         end=ends_with(fisher_matrix),
         settings=FAST,
@@ -242,32 +250,32 @@ ALGORITHMS: list[AlgorithmCase] = [
         wrong=NHGD.presets()["nhgd-refined"],
     ),
     AlgorithmCase(
-        NHGD(refine=6, batches="all"),
+        NHGD(PLAIN, refine=6, batches="all"),
         label="refined",
         settings=FAST,
         steps=60,
         formula=formulas.learning(formulas.Kronecker, on_all_data=True, exact=True),
         noisy=CALM,
-        wrong=NHGD(refine=3, batches="all"),
+        wrong=NHGD(PLAIN, refine=3, batches="all"),
     ),
     AlgorithmCase(
-        NHGD(refine=6, batches="all", cross="trajectory"),
+        NHGD(PLAIN, refine=6, batches="all", cross="trajectory"),
         label="trajectory",
         settings=FAST,
         steps=60,
         formula=formulas.learning(formulas.Kronecker, on_all_data=True, exact=True, trajectory=True),
         noisy=CALM,
-        wrong=NHGD(refine=6, batches="all"),
+        wrong=NHGD(PLAIN, refine=6, batches="all"),
     ),
     AlgorithmCase(
-        NHGD(inner="natural"),
+        NHGD(PLAIN, inner="natural"),
         label="natural",
         end=ends_with(kfac_matrix),
         settings={"inner_steps": 5},
         formula=formulas.natural,
         noisy={"outer_lr": 0.01},
         noise=0.2,  # so that steps are also taken back, and the damping raised, lowered and kept
-        wrong=NHGD(inner="natural", natural_lr=1 - 1e-6),
+        wrong=NHGD(PLAIN, inner="natural", natural_lr=1 - 1e-6),
     ),
     AlgorithmCase(
         ITD(),
@@ -493,21 +501,21 @@ ALGORITHMS: list[AlgorithmCase] = [
         wrong=SUSTAIN(K=6, phi=0.1),
     ),
     AlgorithmCase(
-        NHGDSingle(),
+        NHGDSingle(PLAIN),
         end=ends_with(kfac_matrix),
         settings={"inner_lr": 1.5, "outer_lr": 1.0},
         steps=100,
         formula=formulas.learning(formulas.Kronecker),
         noisy=SINGLE,
-        wrong=NHGDSingle(KFAC(beta=0.951)),
+        wrong=NHGDSingle(replace(PLAIN, beta=0.951)),
     ),
     AlgorithmCase(
-        NHGDSingle(refine=6, batches="all"),
+        NHGDSingle(PLAIN, refine=6, batches="all"),
         label="refined",
         settings={"inner_lr": 1.5, "outer_lr": 1.0},
         steps=100,
         formula=formulas.learning(formulas.Kronecker, on_all_data=True, exact=True),
         noisy=SINGLE,
-        wrong=NHGDSingle(refine=3, batches="all"),
+        wrong=NHGDSingle(PLAIN, refine=3, batches="all"),
     ),
 ]
