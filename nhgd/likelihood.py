@@ -8,6 +8,7 @@ E[ r r^T ] = Lambda; pulled back through the model they give the exact and the s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -39,9 +40,17 @@ class AbstractLikelihood(Validated, ABC):
 
     def sample(self, outputs: Tensor, losses: Tensor) -> Tensor:
         """(1, *outputs.shape), random, with E[ r r^T ] = Lambda: a random sign on every root, summed."""
+
+        def drawn(roots: int) -> Tensor:
+            return torch.randint(0, 2, (roots, len(losses)), device=outputs.device) * 2 - 1
+
+        return self.signed(outputs, losses, drawn)
+
+    def signed(self, outputs: Tensor, losses: Tensor, signs: Callable[[int], Tensor]) -> Tensor:
+        """(1, *outputs.shape): the roots with a sign each, summed. `signs` gives those of K roots, (K, B)."""
         roots = self.roots(outputs, losses)
-        signs = torch.randint(0, 2, roots.shape[:2], device=roots.device).to(roots.dtype) * 2 - 1
-        return (roots * signs.reshape(*signs.shape, *[1] * (roots.ndim - 2))).sum(0, keepdim=True)
+        factors = signs(len(roots)).to(roots)
+        return (roots * factors.reshape(*factors.shape, *[1] * (roots.ndim - 2))).sum(0, keepdim=True)
 
 
 @final
@@ -73,6 +82,12 @@ class Categorical(AbstractLikelihood):
         p = _precise(outputs).softmax(1)
         eye = torch.eye(p.shape[1], dtype=p.dtype, device=p.device)
         return p.T.sqrt()[:, :, None] * (eye[:, None, :] - p[None])
+
+    def signed(self, outputs: Tensor, losses: Tensor, signs: Callable[[int], Tensor]) -> Tensor:
+        """sum_k s_k r_k = s sqrt(p) - p (s . sqrt(p)), without the roots."""
+        p = _precise(outputs).softmax(1)
+        with_signs = signs(p.shape[1]).T.to(p) * p.sqrt()
+        return (with_signs - p * with_signs.sum(1, keepdim=True))[None]
 
     def sample(self, outputs: Tensor, losses: Tensor) -> Tensor:
         """The score of a label drawn from the model: e_y - p."""

@@ -96,7 +96,7 @@ def test_a_method_that_is_a_little_off_fails_the_formula(case):
     assert fails(replace(case, noisy_method=case.wrong))
 
 
-@pytest.mark.parametrize("name", ["aid all data", "nhgd", "alset", "soba", "itd"])
+@pytest.mark.parametrize("name", ["aid all data", "nhgd kfac", "alset", "soba", "itd"])
 def test_a_cross_term_that_is_a_little_off_fails_the_formula(name, monkeypatch):
     cross, products, through = Oracle.cross, Oracle.products, itd.through
     factor = 1 + 1e-6

@@ -42,14 +42,14 @@ from tests.processes import together
 Answers = dict[str, Any]
 SAMPLES, BATCH, STEPS, INNER = 12, 4, 3, 5
 INVERSES: dict[str, Any] = {
-    "kfac": KFAC(),
-    "kfac, kept bases": KFAC(invert_every=2),
-    "ekfac": EKFAC(invert_every=3),
-    "window": FisherWindow(window=24),
-    "dense": FisherDense(),
+    "kfac": KFAC(damping=None, overhead=None),
+    "kfac, kept bases": KFAC(invert_every=2, damping=None),
+    "ekfac": EKFAC(invert_every=3, damping=None),
+    "window": FisherWindow(window=24, damping=None),
+    "dense": FisherDense(damping=None),
     "raw": FisherDense(form="inverse", update="ema", beta=0.8, records="raw", warm="reset"),
-    "diagonal": FisherDiagonal(),
-    "refined": Refined(KFAC(), steps=2, matrix="ggn"),
+    "diagonal": FisherDiagonal(damping=None, overhead=None),
+    "refined": Refined(KFAC(damping=None, overhead=None), steps=2, matrix="ggn"),
 }
 LAGS = (0, 3)
 

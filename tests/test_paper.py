@@ -85,7 +85,7 @@ def test_nhgd_is_the_literal_one():
     algorithm, settings = paper("cleaning", "nhgd")
     assert algorithm == paper("cleaning", "nhgd-paper")[0] == resolve("nhgd-paper")
     literal = FisherDense(form="inverse", update="ema", beta=0.99, records="raw", warm="reset")
-    assert paper("distillation-100", "nhgd")[0] == NHGD(inverse=literal, batches=5)
+    assert paper("distillation-100", "nhgd")[0] == NHGD(inverse=literal, batches=5, cross="final")
     assert settings == {"inner_lr": 0.01, "outer_lr": 0.5, "outer_optimizer": None, "inner_steps": 10}
 
 

@@ -44,7 +44,7 @@ def problem():
 @pytest.mark.parametrize(
     ("inverse", "each"),
     [
-        (KFAC(), scaling.Net.record_bytes),
+        (KFAC(damping=None, overhead=None), scaling.Net.record_bytes),
         (FisherDense(form="inverse", update="ema", beta=0.8, records="raw"), scaling.Net.row_bytes),
     ],
 )

@@ -407,7 +407,7 @@ def by_hand(
 )
 def test_lagged_outer_steps_by_hand(make, cross):
     for steps in (1, 2, 4):
-        inverse = FisherDense(form="matrix", update="average", warm="accumulate")
+        inverse = FisherDense(form="matrix", update="average", warm="accumulate", damping=None)
         box = BOX if make is zero_weights else None
         v, theta, running = stepped(make, NHGD(inverse, cross=cross), steps, project_v=box)
         expected_v, expected_theta = by_hand(make, box is not None, steps)
@@ -484,7 +484,7 @@ def test_batches_are_drawn_only_where_they_are_used():
 
 def test_a_cross_derivative_of_an_inner_step_is_no_gradient_of_its_own():
     """Four inner steps an outer one. The first outer step has no x before it, and passes over their batches again."""
-    _, running = drawn("lagged", NHGD(cross="lagged"))
+    _, running = drawn("lagged", NHGD(KFAC(damping=None, overhead=None), cross="lagged"))
     rows = [(row["inner_gradients"], row["cross"], row["hvps"]) for row in running.history]
     assert rows == [(8, 4, 0), (12, 8, 0), (16, 12, 0)]
     assert running.history[-1]["samples"] == 16 * 2

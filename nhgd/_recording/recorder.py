@@ -17,6 +17,7 @@ from nhgd._recording.taps import TappedPass, Taps, scale_of
 from nhgd._recording.verification import Verification
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
+from nhgd.likelihood import AbstractLikelihood
 from nhgd.losses import Losses
 from nhgd.objective import Objective, OracleCalls, Pass, Tap
 from nhgd.problem import Bilevel
@@ -72,6 +73,7 @@ class Recorder(Tap):
         self.fisher: FisherKind = fisher
         if fisher == "auto":
             self.fisher = "empirical" if problem.likelihood is None or kind in ("batch", "raw") else "sampled"
+        self._drawn = 0  # how many records had signs drawn for them
         self._optional = (
             fisher == "auto"
         )  # whether the empirical Fisher matrix will do where the other is not to be had
@@ -102,13 +104,14 @@ class Recorder(Tap):
     def memory(self) -> dict[str, Any]:
         """What was found out about the model that later records depend on, as plain values."""
         found = {"slow": self._others.slow, "noisy": self._others.noisy, "batch_objective": self.batch_objective}
-        return self.verification.memory() | found | {"empirical": self.likelihood is None}
+        return self.verification.memory() | found | {"empirical": self.likelihood is None, "drawn": self._drawn}
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Go on as the recorder that had this memory."""
         self.verification.recall(memory)
         self._others.slow, self._others.noisy = bool(memory["slow"]), bool(memory["noisy"])
         self.batch_objective = bool(memory["batch_objective"])
+        self._drawn = int(memory["drawn"])
         if memory["empirical"] and self._optional:
             self._make_do()
 
@@ -221,7 +224,7 @@ class Recorder(Tap):
             weight = _common_weight(losses, reduction)
             row = theta.flatten(self._constant_gradient(found, reduction))
             return BatchGradient(row * (0.0 if weight == 0 else (samples / weight) ** 0.5), None, samples)
-        seeds, columns = self._columns(found)
+        seeds, columns = self._columns(found, reduction)
         self.batch_objective = found.batch_objective
         scale = scale_of(losses, seeds is not None, found.batch_objective)
         layers = self.verification.accounted(self.taps.layer_records(found.calls, columns, scale))
@@ -278,7 +281,7 @@ class Recorder(Tap):
         pairs = zip(found.own, self.problem.theta.leaves, strict=True)
         return reduction.mean([torch.zeros_like(p) if g is None else g for g, p in pairs])
 
-    def _columns(self, found: TappedPass) -> tuple[Tensor | None, list[Scores]]:
+    def _columns(self, found: TappedPass, reduction: Reduction | None) -> tuple[Tensor | None, list[Scores]]:
         """The roots of the likelihood in output space, (K, B, ...), or None; and the scores of each, or of the losses."""
         losses = found.losses
         if self._optional and losses.outputs is None:
@@ -294,8 +297,7 @@ class Recorder(Tap):
                     raise
                 self._make_do()
                 return None, [found.scores]
-            draw = self.likelihood.sample if self.fisher == "sampled" else self.likelihood.roots
-            seeds = draw(outputs, losses.values).detach().to(outputs.dtype)
+            seeds = self._seeds(self.likelihood, outputs, losses.values, reduction).detach().to(outputs.dtype)
             if not found.edges:
                 return seeds, [found.scores]
             found.passes += len(seeds)
@@ -325,6 +327,24 @@ class Recorder(Tap):
             split = self._others.from_graph(found.losses, rest, seeds)
             rows |= dict(zip(rest, split.split([self.taps.shapes[name].numel() for name in rest], dim=1), strict=True))
         return torch.cat([rows[name] for name in names], dim=1)
+
+    def _seeds(
+        self, likelihood: AbstractLikelihood, outputs: Tensor, losses: Tensor, reduction: Reduction | None
+    ) -> Tensor:
+        """The roots, or random ones with their second moment. Those taken by default draw nothing from the run."""
+        if not self._optional:
+            return (likelihood.sample if self.fisher == "sampled" else likelihood.roots)(outputs, losses)
+        here = len(losses)
+        total = here if reduction is None else reduction.total(here)
+        generator = torch.Generator().manual_seed(self._drawn)
+        self._drawn += 1
+
+        def signs(roots: int) -> Tensor:
+            drawn = 2 * torch.randint(2, (total, roots), generator=generator) - 1
+            before = 0 if reduction is None else reduction.chosen(torch.arange(total))[1]
+            return drawn[before : before + here].T
+
+        return likelihood.signed(outputs, losses, signs)
 
     def _make_do(self) -> None:
         """Take the empirical Fisher matrix from now on."""

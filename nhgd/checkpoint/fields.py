@@ -204,6 +204,7 @@ _RECORDER = schema.record(
     layers=schema.mapping(schema.optional(schema.text)),
     slow=schema.flag,
     empirical=schema.flag,
+    drawn=schema.count,
     noisy=schema.flag,
     batch_objective=schema.flag,
 )

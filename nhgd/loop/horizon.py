@@ -189,7 +189,7 @@ class Horizon:
                 f" raised {self.trust:.3g}-fold: the statistics are stale or far from the Hessian. Use nhgd-refined or aid-cg, give"
                 " the problem a likelihood, or lower the outer step."
             )
-        if self.far >= STREAK:
+        if self.steps > SETTLED and self.far >= STREAK:
             return (
                 "theta is far from its inner optimum: a Newton step would be longer than theta itself. The hypergradient speaks of"
                 " a place where theta never arrives. Take more inner steps, a larger inner step, or l2."
