@@ -37,10 +37,10 @@ def test_executions_are_measured_and_find_what_inline_finds():
     solver = instance.start("nhgd", 0, there)
     solution = solver.run(steps=4)
     solver.close()
-    sent = solution.stats["execution"]["bytes_sent"]
+    sent = sum(row["bytes_sent"] for row in solution.history[1:])  # the first outer step warms up
     assert all(row["outer_loss"] == solution.history[-1]["outer_loss"] for row in rows.values())
     assert all(row["equal"] and row["difference"] == 0 for row in rows.values())
-    assert [row["bytes_sent"] for row in rows.values()] == [0, 0, sent / 4]
+    assert [row["bytes_sent"] for row in rows.values()] == [0, 0, sent / 3]
     assert rows["inline"]["overlap"] == 0
     assert rows["inline"]["speedup"] == 1
 
