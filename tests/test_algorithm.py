@@ -191,6 +191,7 @@ def test_the_peak_counts_what_lives_at_once():
     [case for case in catalogue.ALGORITHMS if case.method.name != "aid" or not case.label],
     ids=lambda case: case.name,
 )
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")  # two hundred outer steps at one rate end in noise
 def test_memory_does_not_grow_with_outer_steps(case):
     """Neither what lives between outer steps nor the most that lives within one, from the 20th to the 200th.
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import nhgd
 from nhgd._recording.recorder import Recorder
+from nhgd.algorithm import NHGD
 from nhgd.execution.distributed.wire import Layout, joined
 from nhgd.inverse import EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow
 from nhgd.inverse._learned.learning import learn
@@ -544,7 +545,7 @@ def test_a_run_goes_on_bit_for_bit(method: Any, tmp_path: Any) -> None:
 
 def test_running_statistics_follow_the_plain_loop() -> None:
     made, plain = weighted(), weighted()
-    started(made, outer_lr=1e-30).run(steps=4)
+    started(made, outer_lr=1e-30, method=NHGD(cross="final")).run(steps=4)  # as many batches as the other draws
     started(plain, outer_lr=1e-30, method="aid-identity").run(steps=4)
     a, b = (m.problem.theta.given.state_dict() for m in (made, plain))
     assert int(a["1.num_batches_tracked"]) == 20

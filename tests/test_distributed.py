@@ -174,7 +174,7 @@ def many_shapes() -> Answers:
 def kept_messages() -> int:
     """How many messages this process holds in memory after twelve outer steps."""
     executor = Distributed()
-    solver = a_solver(executor, NHGD(KFAC()))
+    solver = a_solver(executor, NHGD(INVERSES["kfac"]))
     try:
         solver.run(steps=12)
         kept: Any = executor.group.client or executor.group.server
@@ -241,7 +241,7 @@ def twice(rank: int) -> Answers:
 
 
 def loop(rank: int) -> Answers:
-    solver = a_solver(Distributed(), NHGD(KFAC()))
+    solver = a_solver(Distributed(), NHGD(INVERSES["kfac"]))
     for row in solver:
         if row["step"] == STEPS:
             break

@@ -338,8 +338,8 @@ def test_single_loop_nhgd_is_nhgd_with_one_inner_step(make, settings):
     plain = KFAC(overhead=None) if make is catalogue.frozen_layer else FisherWindow()
     ours = stepped(make, NHGDSingle(plain, **settings), 5, True, inner_steps=7)
     theirs = stepped(make, NHGD(plain, cross="final", **settings), 5, True, inner_steps=1)
-    assert torch.equal(ours[0], theirs[0])
-    assert torch.equal(ours[1], theirs[1])
+    for a, b in zip(ours[:2], theirs[:2], strict=True):  # the cross derivative may come from another kind of pass
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
     assert ours[2].history[-1]["inverse"] == theirs[2].history[-1]["inverse"]
 
 

@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import nhgd
 from nhgd._recording.recorder import Recorder
-from nhgd.algorithm import AID, BSA, MRBO, NHGD, VRBO, AbstractAlgorithm, AmIGO, StocBiO
+from nhgd.algorithm import AID, BSA, MRBO, NHGD, VRBO, AbstractAlgorithm, AmIGO, NHGDSingle, StocBiO
 from nhgd.data_parallel import AbstractTeam, Alone, Team, divided
 from nhgd.errors import InputError, RunError
 from nhgd.execution import Inline
@@ -144,7 +144,7 @@ METHODS: dict[str, str | AbstractAlgorithm] = {
     "natural": NHGD(inner="natural"),
     "at the end": NHGD(observe="end", batches="all"),
     "nhgd-paper": "nhgd-paper",
-    "nhgd_single": "nhgd_single",
+    "nhgd_single": NHGDSingle(KFAC(overhead=None)),
     "aid-cg": AID(CG(steps=5), batches=2),
     "aid-neumann": AID(Neumann(terms=4)),
     "bsa": BSA(K=3),

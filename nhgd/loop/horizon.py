@@ -25,9 +25,9 @@ POOR, GOOD = 0.25, 0.75  # shares of the predicted gain, as Levenberg and Marqua
 TRUST = (1.0, 1e6)
 LENGTH = 100.0  # by which x may be made longer or shorter
 PERSISTENT = 0.9  # cosine
-FAR = 1.0  # a Newton step as long as theta
+FAR = 10.0  # a Newton step so many times as long as theta
 STREAK = 3  # poor measurements in a row are said aloud
-RISE = 1.5  # of the lowest outer loss
+RISE = 3.0  # of the lowest outer loss
 SETTLED = 20  # outer steps
 
 
@@ -191,7 +191,7 @@ class Horizon:
             )
         if self.steps > SETTLED and self.far >= STREAK:
             return (
-                "theta is far from its inner optimum: a Newton step would be longer than theta itself. The hypergradient speaks of"
+                "theta is far from its inner optimum: a Newton step would be many times as long as theta itself. The hypergradient speaks of"
                 " a place where theta never arrives. Take more inner steps, a larger inner step, or l2."
             )
         if self.steps > SETTLED and self.lowest > 0 and self.recent > RISE * self.lowest:

@@ -47,9 +47,10 @@ def convert(name: str, value: Any, kind: Any) -> Any:
         if found is not _NOTHING:
             return found
     choices = [str(choice) for k in possible if get_origin(k) is Literal for choice in get_args(k)]
-    if choices:
-        raise unknown(f"choice for {name}", value, choices)
     words = [_WORDS[k] for k in (get_origin(k) or k for k in possible) if k in _WORDS]
+    if choices and set(words) <= {_WORDS[NoneType]}:
+        raise unknown(f"choice for {name}", value, choices)
+    words += choices
     raise InputError(f"{name} must be {' or '.join(words) or 'set in Python'}, got {value!r}.")
 
 
