@@ -17,7 +17,9 @@ from sklearn.metrics import f1_score, precision_score, recall_score, roc_auc_sco
 from torch import nn
 
 import nhgd
+from nhgd.algorithm import NHGD
 from nhgd.data.idx import read_idx, read_images
+from nhgd.inverse import KFAC
 from nhgd.oracle import Oracle
 from nhgd.task import L2, Cleaning, Quadratic
 from nhgd.task._classifier import Split, fit, largest_curvature, softmax_classifier
