@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -29,20 +29,17 @@ from nhgd.sklearn._cross_fitting import (
     log_probabilities,
 )
 from nhgd.sklearn._learnt_weights import LearntWeights, Parts, learn_weights
-from nhgd.sklearn._noise import NoiseModel, averaged, fit_noise, threshold, wrong_log_odds
+from nhgd.sklearn._member import MIDDLE, Member, cross_fitted, member_of
+from nhgd.sklearn._noise import averaged, threshold, wrong_log_odds
+from nhgd.sklearn._scaling import Scaling
+from nhgd.sklearn._scaling import TrustedScaleWarning as TrustedScaleWarning
 from nhgd.task._classifier import Split, softmax_classifier
 
 Array = np.ndarray[Any, Any]
-FARTHEST = 1e8  # deviations of a feature; powers of what lies farther overflow in float32
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
 FEW_RIDGES = (1e-3, 1e-2)  # where a fit takes long; with many samples the ridge matters less
 LARGE = 20_000_000  # samples times features times classes
-MIDDLE = 1e-2  # the ridge under which weights are learnt where none is given
 FOLDS = 5
-# The power of the sharpness that is its prior between rounds: a model that learns from wrong labels is not sure enough to
-# find them, and would go on learning from them. The last round answers without it.
-SHARPER = 4.0
-ROUNDS = 2  # of cross-fitting with weights from the noise model, after the one with learnt weights
 
 
 class NoTrustedSetWarning(UserWarning):
@@ -60,10 +57,6 @@ class NoTrustedSetWarning(UserWarning):
         super().__init__(f"{self.finding} A few samples with right labels, as X_trusted and y_trusted, do better.")
 
 
-class TrustedScaleWarning(UserWarning):
-    """The trusted samples do not look like X: most likely only one of the two went through a scaler."""
-
-
 @runtime_checkable
 class SupportsProbabilities(Protocol):
     """A classifier as scikit-learn has it."""
@@ -73,25 +66,6 @@ class SupportsProbabilities(Protocol):
 
     def predict_proba(self, X: Any) -> Any:
         """The probability of each class, (N, C)."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """One cross-fitted model of several: what it says of every sample, and how likely that makes what is known.
-
-    Attributes:
-        learner: how it was trained.
-        log_prior: log p(x), sharpened, (N, C), before the given label is looked at.
-        log_posterior: log P(true class | x, given label), (N, C).
-        noise: how labels became wrong, by this model.
-        first_log_likelihood: under learnt weights, before any that other folds took part in.
-    """
-
-    learner: AbstractLearner
-    log_prior: Array
-    log_posterior: Array
-    noise: NoiseModel
-    first_log_likelihood: float
 
 
 class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
@@ -205,18 +179,18 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             )
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
-        varies = self._standardise(X)
-        rows = self._tensor(X)
+        self._scaling = Scaling.of(X, self.batch_size)
+        rows = self._scaling.tensor(X, self.device)
         if X_trusted is None:
             trusted = Samples(np.zeros((0, X.shape[1])), np.zeros(0, dtype=np.int64))
             trusted_rows = rows[:0]
         else:
             trusted = self._trusted(X_trusted, y_trusted)
-            self._compare_scales(trusted.x, varies)
-            trusted_rows = self._tensor(trusted.x)
+            self._scaling.compare(trusted.x)
+            trusted_rows = self._scaling.tensor(trusted.x, self.device)
         self.history_: list[Any] = []
         if pred_probs is not None:
-            members = [_member_of(log_probabilities(self._probabilities(pred_probs, len(y))), codes)]
+            members = [member_of(log_probabilities(self._probabilities(pred_probs, len(y))), codes)]
         else:
             members = self._members(X, rows, codes, trusted, trusted_rows, random, seed)
         suspect, predicted = self._judge(members, codes, len(trusted.y) > 0)
@@ -244,21 +218,6 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
                 "LabelCleaner: model must be None, an nn.Module or a classifier of scikit-learn's with predict_proba, got"
                 f" {self.model!r}."
             )
-
-    def _standardise(self, X: Array) -> Array:
-        """Learn mean and deviation of each feature, in pieces; returns which features vary, (P,)."""
-        pieces = [slice(start, start + self.batch_size) for start in range(0, len(X), self.batch_size)]
-        with np.errstate(over="ignore", invalid="ignore"):
-            self._center = sum(X[piece].sum(0, dtype=np.float64) for piece in pieces) / len(X)
-            deviation = np.sqrt(sum(np.square(X[piece] - self._center).sum(0) for piece in pieces) / len(X))
-        if not np.isfinite(deviation).all():
-            raise InputError(
-                f"Feature {int(np.argmin(np.isfinite(deviation)))} of X holds numbers too large to compute with. Rescale it, or"
-                " leave it out."
-            )
-        self._scale = np.where(deviation > 0, deviation, 1.0)
-        varies: Array = deviation > 0
-        return varies
 
     def _members(
         self,
@@ -301,7 +260,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         parts = Parts(_part(noisy, kept), _part(other, guide), _part(source, judge), _part(source, evaluation), robust)
         learnt = self._learn(model, parts, seed)
         weights = learnt.of(noisy)
-        return [_cross_fitted(one, weights) for one in fitting]
+        return [cross_fitted(one, weights) for one in fitting]
 
     def _learn(self, model: nn.Module, parts: Parts, seed: int) -> LearntWeights:
         learnt = learn_weights(
@@ -395,24 +354,6 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         np.add.at(counts, (codes[found], np.searchsorted(self.classes_, predicted[found])), 1)
         self.issue_counts_: Array = counts
 
-    def _compare_scales(self, X: Array, varies: Array) -> None:
-        """Warn where most features of the trusted samples have another place or spread than those of X."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            rows = (X[:, varies] - self._center[varies]) / self._scale[varies]
-            shift, spread = np.abs(rows.mean(0)), rows.std(0)
-        # A feature that does not vary among a few samples tells nothing; one that overflows is refused elsewhere.
-        told = (spread > 0) & np.isfinite(spread)
-        strange = told & ((shift > 2) | (spread > 4) | (spread < 1 / 4))
-        if strange.sum() > told.sum() / 2:
-            warnings.warn(
-                f"The trusted samples are on another scale than X: {int(strange.sum())} of {int(told.sum())} features have another"
-                " mean or spread. The steps of a Pipeline before this one transform X alone: let X_trusted go through them too"
-                " (Pipeline(..., transform_input=['X_trusted']), or pipeline[:-1].transform(X_trusted)), or leave the scaler out,"
-                " because features are standardised here.",
-                TrustedScaleWarning,
-                stacklevel=3,
-            )
-
     def _hold_out(self, codes: Array, random: Any) -> Array:
         """At least one sample of each class, about `held_out` of each."""
         chosen = []
@@ -437,20 +378,6 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             raise InputError(f"The trusted set needs at least two samples of every class; too few of {short}.")
         return Samples(X, codes)
 
-    def _tensor(self, X: Array) -> Tensor:
-        rows = torch.empty(X.shape, dtype=torch.float32, device=self.device)
-        for start in range(0, len(X), self.batch_size):
-            piece = slice(start, start + self.batch_size)
-            rows[piece] = torch.as_tensor((X[piece] - self._center) / self._scale, dtype=torch.float32)
-            far = ~(rows[piece].abs() <= FARTHEST)  # nan is far, too
-            if bool(far.any()):
-                row, feature = (int(place) for place in torch.nonzero(far)[0])
-                raise InputError(
-                    f"Trusted sample {start + row} lies too far from all others in feature {feature} to compute with. Correct it,"
-                    " or leave the sample or the feature out."
-                )
-        return rows
-
     def _fit_final(self, members: list[Member], samples: Samples, trusted: Samples, suspect: Array) -> None:
         """A model from every sample that is believed, trusted ones with weight 1."""
         best = max(members, key=lambda member: member.first_log_likelihood).learner
@@ -474,7 +401,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
     def _scores(self, X: Array) -> Array:
         """The same of rows that are known to be in order."""
         learner = self._learner
-        rows = (X - self._center) / self._scale
+        rows = self._scaling.scaled(X)
         if isinstance(learner, Classifier):
             scores = learner.scores(self.model_, X)
         elif isinstance(learner, Module):
@@ -511,28 +438,6 @@ def _halves(codes: Array, random: Any) -> tuple[Array, Array]:
         first.append(members[: len(members) // 2])
         second.append(members[len(members) // 2 :])
     return np.concatenate(first), np.concatenate(second)
-
-
-def _cross_fitted(fitting: CrossFitting, weights: Array) -> Member:
-    """Scores under learnt weights, then under the probabilities to be right that come from them."""
-    codes, trusted = fitting.samples.y, fitting.trusted.y
-    first = None
-    for left in reversed(range(1 + ROUNDS)):
-        scores, trusted_scores = fitting.scores(weights)
-        noise = fit_noise(scores, codes, trusted_scores, trusted, SHARPER if left else 0.0)
-        posterior = noise.log_posterior(scores, codes)
-        weights = np.exp(posterior[np.arange(len(codes)), codes])
-        first = noise.log_likelihood if first is None else first
-    assert first is not None
-    return Member(fitting.learner, noise.log_prior(scores), posterior, noise, first)
-
-
-def _member_of(scores: Array, codes: Array) -> Member:
-    """What was handed in, with the learner of the model that is fitted afterwards."""
-    noise = fit_noise(scores, codes)
-    posterior = noise.log_posterior(scores, codes)
-    learner = Linear(scores.shape[1], MIDDLE)
-    return Member(learner, noise.log_prior(scores), posterior, noise, noise.log_likelihood)
 
 
 def _standardised(scores: Array, trusted: Array, like: Tensor) -> tuple[Tensor, Tensor]:

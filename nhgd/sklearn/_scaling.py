@@ -1,0 +1,88 @@
+"""The mean and deviation of features, and everything that is put on that scale."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nhgd.errors import InputError
+
+Array = np.ndarray[Any, Any]
+FARTHEST = 1e8  # deviations of a feature; powers of what lies farther overflow in float32
+
+
+class TrustedScaleWarning(UserWarning):
+    """The trusted samples do not look like X: most likely only one of the two went through a scaler."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Mean and deviation of each feature.
+
+    Attributes:
+        center, scale: (P,); the scale of a feature that does not vary is 1.
+        varies: which features do, (P,).
+        piece: rows that are worked on at a time.
+    """
+
+    center: Array
+    scale: Array
+    varies: Array
+    piece: int
+
+    @classmethod
+    def of(cls, X: Array, piece: int) -> Scaling:
+        """Of the rows of X, in pieces."""
+        pieces = [slice(start, start + piece) for start in range(0, len(X), piece)]
+        with np.errstate(over="ignore", invalid="ignore"):
+            center = sum(X[rows].sum(0, dtype=np.float64) for rows in pieces) / len(X)
+            deviation = np.sqrt(sum(np.square(X[rows] - center).sum(0) for rows in pieces) / len(X))
+        if not np.isfinite(deviation).all():
+            raise InputError(
+                f"Feature {int(np.argmin(np.isfinite(deviation)))} of X holds numbers too large to compute with. Rescale it, or"
+                " leave it out."
+            )
+        return cls(np.asarray(center), np.where(deviation > 0, deviation, 1.0), deviation > 0, piece)
+
+    def scaled(self, X: Array) -> Array:
+        """Rows on this scale, in float64."""
+        found: Array = (X - self.center) / self.scale
+        return found
+
+    def tensor(self, X: Array, device: str | torch.device) -> Tensor:
+        """Rows on this scale, in float32; samples too far away for that are refused."""
+        rows = torch.empty(X.shape, dtype=torch.float32, device=device)
+        for start in range(0, len(X), self.piece):
+            piece = slice(start, start + self.piece)
+            rows[piece] = torch.as_tensor(self.scaled(X[piece]), dtype=torch.float32)
+            far = ~(rows[piece].abs() <= FARTHEST)  # nan is far, too
+            if bool(far.any()):
+                row, feature = (int(place) for place in torch.nonzero(far)[0])
+                raise InputError(
+                    f"Trusted sample {start + row} lies too far from all others in feature {feature} to compute with. Correct it,"
+                    " or leave the sample or the feature out."
+                )
+        return rows
+
+    def compare(self, X: Array) -> None:
+        """Warn where most features of the trusted samples have another place or spread."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            rows = self.scaled(X)[:, self.varies]
+            shift, spread = np.abs(rows.mean(0)), rows.std(0)
+        # A feature that does not vary among a few samples tells nothing; one that overflows is refused elsewhere.
+        told = (spread > 0) & np.isfinite(spread)
+        strange = told & ((shift > 2) | (spread > 4) | (spread < 1 / 4))
+        if strange.sum() > told.sum() / 2:
+            warnings.warn(
+                f"The trusted samples are on another scale than X: {int(strange.sum())} of {int(told.sum())} features have another"
+                " mean or spread. The steps of a Pipeline before this one transform X alone: let X_trusted go through them too"
+                " (Pipeline(..., transform_input=['X_trusted']), or pipeline[:-1].transform(X_trusted)), or leave the scaler out,"
+                " because features are standardised here.",
+                TrustedScaleWarning,
+                stacklevel=3,
+            )
