@@ -3,6 +3,9 @@
 What the inner loop and the curvature take is counted in operations and priced by a few constants that were measured once on
 one machine (`benchmarks/prices.py`, `benchmarks/results/prices-cpu.json`, `prices-h200.json`). The same model and batches
 therefore give the same decisions everywhere, today and when a run is resumed.
+
+Beside the cost stands the number of gradients: a record that takes backward passes of its own may take them in no greater share,
+however little they cost here.
 """
 
 from __future__ import annotations
@@ -19,18 +22,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from nhgd._cost import Operation, Shape, kronecker, work
+from nhgd._cost import Operation, Shape, kronecker, windowed, work
 from nhgd.inverse._learned.effort import Effort
 from nhgd.inverse._learned.kronecker import AbstractKronecker
+from nhgd.inverse._learned.layer_ridge import ITERATIONS
 from nhgd.inverse._learned.periods import Periodic
+from nhgd.inverse.fisher_window import FisherWindow
 from nhgd.inverse.kfac import KFAC
 
 LARGE = 2**20  # numbers: larger arrays are not in a cache, and come from the system page by page
 BUILD_UP = 10  # outer steps
 BUILD_UP_SHARE = 6.0  # how many times the overhead these may take
-BRIEF = 0.02  # seconds of an outer step's curvature that nobody waits for in these steps, whatever their share
+MORE_PASSES = 2  # times as many passes as later an outer step of these may take
+BRIEF_RECORD = 0.002  # seconds: so small a model has a record and its decompositions at the end of every inner loop, whatever their share
+BRIEF = 0.02  # seconds of an outer step's curvature that nobody waits for in these steps, and with a window in all, whatever their share
 FEWEST = 32  # samples of a record, where the batch has them: fewer cost as much
 FEW_PLACES = 8  # of a sample
+FEW_ITERATIONS = 5  # of conjugate gradients in a solve
 NEEDED = 4  # samples for each row of the widest factor before it is first inverted, where they can be had
 ENOUGH = 8  # that a running mean holds later
 
@@ -100,6 +108,8 @@ class Priced(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         prices = self.prices
+        if func is torch.ops.aten._to_copy.default:
+            return result  # how many casts autocast makes depends on where it was begun, and a budget must not
         self.seconds += prices.call
         if not func.is_view:
             given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -129,6 +139,15 @@ def priced(device: torch.device) -> Iterator[Priced]:
         yield found
 
 
+def passes_paid(overhead: float, steps: int) -> int:
+    """The passes over a batch that curvature may take in an outer step, beside those of the inner loop and of the hypergradient.
+
+    >>> passes_paid(0.1, 10), passes_paid(0.1, 20), passes_paid(0.01, 20)
+    (1, 2, 1)
+    """
+    return max(1, int(overhead * (steps + 1) * (1 + 1e-12)))
+
+
 def prices_of(device: torch.device) -> Prices:
     """Those of a kind of device; of an unknown one, a GPU's."""
     return PRICES["cpu" if device.type == "cpu" else "cuda"]
@@ -144,6 +163,8 @@ class Budget:
         inner: seconds of an inner step.
         steps: of an inner loop.
         prices: of operations.
+        passes: backward passes over the batch that a record takes beside that of its inner step.
+        single: whether a solve follows each inner step, and not where the inner loop ends.
     """
 
     shape: Shape
@@ -151,6 +172,8 @@ class Budget:
     inner: float
     steps: int
     prices: Prices
+    passes: int = 0
+    single: bool = False
 
     def effort(self, inverse: Periodic[Any]) -> Effort | None:
         """How much the inverse takes within its overhead; None: everything, because it can.
@@ -159,55 +182,142 @@ class Budget:
         and more often, or of few and less often; decompositions as often as the other half pays for. At the beginning more.
         """
         assert inverse.overhead is not None
+        if isinstance(inverse, FisherWindow):
+            return self._of_window(inverse, inverse.overhead)
         allowed = inverse.overhead * self.inner * self.steps
+        most = passes_paid(inverse.overhead, self.steps)
         solve, invert = self.solve(inverse), self.invert(inverse)
         left = max(allowed - solve, allowed / 2)
-        everything = self.steps * self.record(inverse, None, None) + invert
-        if everything <= left:
+        if self.steps * self.record(inverse, None, None) + invert <= left and self.steps * self.passes <= most:
             return None
+        iterations = self._iterations(inverse, allowed / 2)
+        solve = self.solve(inverse, iterations)
+        left = max(allowed - solve, allowed / 2)
         half = left / 2
-        samples, places = self._affordable(inverse, half)
-        every = self.steps
+        least = self._period(most) if self.passes else 1
+        loops = max(1, least // self.steps)  # from one record to the next, at least
+        samples, places = self._affordable(inverse, half * loops)
+        every = max(self.steps, least)
         cost = self.record(inverse, samples, places)
-        if cost > half or samples == self.shape.samples:
-            every = max(1, ceil(self.steps * cost / half))
-        invert_every = max(1, ceil(invert * self.steps / (half * every)))
-        memory = self._memory(inverse, samples)
+        if cost > half * loops or samples == self.shape.samples:
+            every = max(least, ceil(self.steps * cost / half))
         later = Effort(
-            None if samples >= self.shape.samples else samples,
-            places,
-            every,
-            invert_every,
-            self._small(inverse, half * every / self.steps / 4),
-            memory,
+            samples=None if samples >= self.shape.samples else samples,
+            places=places,
+            every=every,
+            invert_every=max(1, ceil(invert * self.steps / (half * every))),
+            small=self._small(inverse, half * every / self.steps / 4),
+            memory=self._memory(inverse, samples, every),
+            iterations=None if iterations == ITERATIONS else iterations,
         )
-        return self._with_build_up(inverse, later, everything + solve, BUILD_UP_SHARE * allowed - solve)
+        brief = max(self.steps, least)
+        if every > brief and brief % self.steps == 0 and self.record(inverse, None, None) + invert <= BRIEF_RECORD:
+            last = None if self.single else 1
+            later = Effort(every=brief, last=last, memory=self._memory(inverse, self.shape.samples, brief))
+        return self._with_build_up(inverse, later, BUILD_UP_SHARE * allowed, most)
 
-    def _with_build_up(self, inverse: Periodic[Any], later: Effort, everything: float, each: float) -> Effort:
+    def _period(self, most: int) -> int:
+        """Inner steps from one record to the next, at least, where an outer step may have so many passes beside its own."""
+        records = most // self.passes
+        return ceil(self.steps / records) if records else self.steps * ceil(self.passes / most)
+
+    def _with_build_up(self, inverse: Periodic[Any], later: Effort, each: float, most: int) -> Effort:
         """The same with a beginning in which more is taken, as far as so many seconds of each outer step of it go.
 
-        Every inner step is recorded until a factor has seen several times as many samples as it has rows: before that, what it
-        has not seen counts as flat, and x is far too long there. With what is left, decompositions are repeated.
+        Inner steps are recorded until a factor has seen several times as many samples as it has rows: before that, what it has
+        not seen counts as flat, and x is far too long there. With what is left, decompositions are repeated. That is every
+        inner step, or the last of each loop as far as their passes go.
         """
         steps, samples = self.steps, self.shape.samples
-        if everything <= max(each, BRIEF):
-            return replace(later, build_up=BUILD_UP * steps)
-        invert, total = self.invert(inverse), BUILD_UP * max(each, 0.0)
+        a_loop, limit = steps, BUILD_UP * steps
+        if self.passes:
+            a_loop = max(1, min(steps, MORE_PASSES * most // self.passes))
+            limit = max(1, min(BUILD_UP * a_loop, BUILD_UP * MORE_PASSES * most // self.passes))
+        invert, solve = self.invert(inverse), self.solve(inverse)
+        if a_loop * self.record(inverse, None, None) + invert + solve <= max(each - solve, BRIEF):
+            few = ceil(ENOUGH * self.widest / samples) if self.passes else limit
+            return self._built_up(later, min(limit, max(a_loop, few)), a_loop)
+        total = BUILD_UP * max(each - solve, 0.0)
         fixed, one = self._linear(inverse, later.places)
         wanted = NEEDED * self.widest
-        rows = min(samples, ceil(wanted / steps))
-        length = min(BUILD_UP * steps, max(steps, ceil(wanted / rows)))
+        rows = min(samples, ceil(wanted / a_loop))
+        length = min(limit, max(a_loop, ceil(wanted / rows)))
         pays = max(total - invert, total / 3) / length  # for each record
         rows = max(min(rows, FEWEST), min(rows, int((pays - fixed) / one)))
         left = total - length * (fixed + one * rows)
-        end = ceil(length / steps)
+        end = ceil(length / a_loop)
         least = 1 if end == 1 else 2  # the first is of too few samples where they do not fit into one inner loop
         count = max(least, min(3, int(left / invert))) if invert > 0 else 1
         outer = (1, max(end, 5)) if count == 2 else (1, max(end, 3), BUILD_UP)[:count]
         more = int((left - count * invert) / (length * one))
         rows = min(samples, max(rows, min(rows + more, ceil(2 * wanted / length))))
-        seen = dict.fromkeys(min(k * steps, length) + max(0, ceil((k * steps - length) / later.every)) for k in outer)
-        return replace(later, build_up=length, build_up_samples=rows, invert_at=tuple(seen))
+        found = replace(self._built_up(later, length, a_loop), build_up_samples=rows)
+        return replace(found, invert_at=tuple(dict.fromkeys(sum(map(found.records, range(k * steps))) for k in outer)))
+
+    def _built_up(self, later: Effort, records: int, a_loop: int) -> Effort:
+        """The same with so many records at the beginning, or a few more, so many in each inner loop."""
+        if a_loop == self.steps:
+            return replace(later, build_up=records)
+        every, last = self._places(a_loop)
+        return replace(later, build_up=ceil(records / a_loop) * self.steps, build_up_every=every, build_up_last=last)
+
+    def _places(self, a_loop: int) -> tuple[int, int | None]:
+        """Where in each inner loop so many steps are recorded: at its end, unless the first solve comes before that."""
+        return (ceil(self.steps / a_loop), None) if self.single else (self.steps, a_loop)
+
+    def _of_window(self, inverse: FisherWindow, overhead: float) -> Effort | None:
+        """The last inner steps of a loop, as many as are paid for; of the window as much as a solve can bear and ten outer steps fill.
+
+        Older samples would be of another theta. One record an outer step is made where nobody waits for it; otherwise records are of
+        one loop in several, but at the beginning, until the window is full or has twice as many rows as theta has parameters.
+        """
+        steps, passes = self.steps, self.passes
+        allowed, most = overhead * self.inner * steps, passes_paid(overhead, steps)
+        length = inverse.length
+        record, solve = self._windowed(inverse, length)
+        if steps * record + solve <= allowed and steps * passes <= most:
+            return None
+        bearable = max(allowed, BRIEF)
+        while solve > bearable / 2 and length > FEWEST:
+            length = max(FEWEST, length // 2)
+            record, solve = self._windowed(inverse, length)
+        left = max(allowed - solve, allowed / 2)
+        last = min(steps, int(left / record))
+        if record + solve <= bearable:
+            last = max(last, 1)
+        if passes:
+            last = min(last, most // passes)
+        loops = 1 if last else ceil(max(record / left, passes / most))
+        last = max(last, 1)
+        added = 1 if inverse.records == "batch" else self.shape.samples  # by a record
+        length = min(length, added * last * max(1, BUILD_UP // loops))
+        every, places = self._places(last)
+        if loops == 1:
+            return Effort(every=every, last=places, memory=length)
+        roots = self.shape.outputs if inverse.fisher == "exact" else 1
+        full = ceil(min(length, 2 * self.shape.numel / roots) / added)
+        paid = max(1, BUILD_UP * MORE_PASSES * most // passes) if passes else full
+        begun = min(full, paid, BUILD_UP) * steps
+        return Effort(
+            every=loops * steps,
+            last=places,
+            memory=length,
+            build_up=begun,
+            build_up_every=every,
+            build_up_last=places,
+        )
+
+    def _windowed(self, inverse: FisherWindow, length: int) -> tuple[float, float]:
+        """Seconds of a record and of a solve, where the window holds so many samples."""
+        found = windowed(inverse, self.shape, length)
+        return self.prices.of(found.step, self.gradient), self.prices.of(found.solve, self.gradient)
+
+    def _iterations(self, inverse: Periodic[Any], seconds: float) -> int:
+        """Of conjugate gradients, where the ridge needs them: as many as so many seconds pay for, and a few at least."""
+        if not isinstance(inverse, AbstractKronecker) or all(layer.ridge == "even" for layer in self.shape.layers):
+            return ITERATIONS
+        counts = range(ITERATIONS, FEW_ITERATIONS, -1)
+        return next((count for count in counts if self.solve(inverse, count) <= seconds), FEW_ITERATIONS)
 
     def _affordable(self, inverse: Periodic[Any], seconds: float) -> tuple[int, int | None]:
         """As many samples as a record of so many seconds can have, and as many places of each."""
@@ -237,10 +347,13 @@ class Budget:
         many = any(layer.places > FEW_PLACES for layer in self.shape.layers)
         return FEW_PLACES if isinstance(inverse, KFAC) and many else None
 
-    def _memory(self, inverse: Periodic[Any], samples: int) -> int | None:
-        """The samples that a running mean holds: enough for its widest factor, and no more than it would hold of all."""
+    def _memory(self, inverse: Periodic[Any], samples: int, every: int) -> int | None:
+        """The samples that a running mean holds: enough for its widest factor, and no more than it would hold of all.
+
+        Where fewer inner steps are recorded than there are outer ones, `beta` would remember what theta and v have long left.
+        """
         beta = getattr(inverse, "beta", None)
-        if not isinstance(beta, float) or samples >= self.shape.samples:
+        if not isinstance(beta, float) or (samples >= self.shape.samples and every < self.steps):
             return None
         return max(samples, min(ceil(self.shape.samples / (1 - beta)), ceil(ENOUGH * self.widest)))
 
@@ -271,17 +384,17 @@ class Budget:
             few = tuple(layer._replace(places=min(layer.places, places)) for layer in shape.layers)
             shape = replace(shape, layers=few)
         if isinstance(inverse, AbstractKronecker):
-            return self.prices.of(kronecker(inverse, shape).step, self.gradient)
+            return self.prices.of(kronecker(inverse, shape, True).step, self.gradient)
         return self.prices.of(work(inverse, shape).step, self.gradient)
 
     def invert(self, inverse: Periodic[Any]) -> float:
         """Seconds of all decompositions."""
         if not isinstance(inverse, AbstractKronecker) or (isinstance(inverse, KFAC) and inverse.solver != "eigen"):
             return 0.0
-        return self.prices.of(kronecker(inverse, self.shape).bases, self.gradient)
+        return self.prices.of(kronecker(inverse, self.shape, True).bases, self.gradient)
 
-    def solve(self, inverse: Periodic[Any]) -> float:
-        """Seconds of a solve, decompositions left out."""
+    def solve(self, inverse: Periodic[Any], iterations: int = ITERATIONS) -> float:
+        """Seconds of a solve, decompositions left out but for those that the ridge asks for in each."""
         if isinstance(inverse, AbstractKronecker):
-            return self.prices.of(kronecker(inverse, self.shape).solve, self.gradient)
+            return self.prices.of(kronecker(inverse, self.shape, True, iterations).solve, self.gradient)
         return self.prices.of(work(inverse, self.shape).solve, self.gradient)

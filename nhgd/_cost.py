@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import singledispatch
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from nhgd.inverse._learned.kronecker import AbstractKronecker
+from nhgd.inverse._learned.layer_ridge import ITERATIONS, pays
 from nhgd.inverse._learned.layers import layer_shapes
 from nhgd.inverse._learned.ring import factors_pay
 from nhgd.inverse.base import AbstractInverse, Learned
@@ -25,6 +27,7 @@ from nhgd.inverse.nystrom import Nystrom
 from nhgd.inverse.refined import Refined
 from nhgd.variable import Variable
 
+Unevenness = Literal["even", "columns", "rows", "uneven"]
 Kind = Literal["gradient", "product", "matmul", "eigh", "cholesky", "pass", "call"]
 
 
@@ -43,12 +46,16 @@ class Operation(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A Linear or Conv2d layer: (G, out, in) of its weight, the column of a bias included, and the places it sees a sample."""
+    """A Linear or Conv2d layer: (G, out, in) of its weight, the column of a bias included, and the places it sees a sample.
+
+    Its ridge is the same everywhere, or differs between its columns, its rows, or in another way.
+    """
 
     groups: int
     out: int
     columns: int
     places: int = 1
+    ridge: Unevenness = "even"
 
     @property
     def numel(self) -> int:
@@ -72,15 +79,48 @@ class Shape:
     itemsize: int = 4
 
     @classmethod
-    def of(cls, theta: Variable, samples: int, places: Mapping[str, int] | None = None) -> Shape:
-        """The shape of theta, with the places that a layer sees, by its weight: 1 where they are not known."""
+    def of(
+        cls,
+        theta: Variable,
+        samples: int,
+        places: Mapping[str, int] | None = None,
+        coefficients: Sequence[Tensor | float] | None = None,
+    ) -> Shape:
+        """The shape of theta, with the places that a layer sees, by its weight: 1 where they are not known.
+
+        The coefficients of the ridge are those of the leaves of theta; where they are not known it counts as even.
+        """
         found = layer_shapes(theta)
         names = {name for pair in found for name in pair}
         seen = {} if places is None else places
-        layers = tuple(Layer(*shape, seen.get(pair[0], 1)) for pair, shape in found.items())
+        ridges = dict(zip(theta.names, coefficients or [0.0] * len(theta.names), strict=True))
+        ranks = {name: leaf.ndim for name, leaf in zip(theta.names, theta.leaves, strict=True)}
+        layers = tuple(
+            Layer(*shape, seen.get(pair[0], 1), unevenness(ranks[pair[0]], *(ridges[name] for name in pair)))
+            for pair, shape in found.items()
+        )
         others = tuple(n for name, n in zip(theta.names, theta.sizes, strict=True) if name not in names)
         size = torch.promote_types(theta.dtype, torch.float32).itemsize
         return cls(theta.numel, samples, layers, others, layers[-1].out if layers else 1, size)
+
+
+def unevenness(rank: int, weight: Tensor | float, bias: Tensor | float | None = None) -> Unevenness:
+    """How the ridge of a layer may differ within it, by the shapes of its coefficients: their values move with v.
+
+    Args:
+        rank: dimensions of the weight itself, to which its coefficient broadcasts.
+
+    >>> unevenness(2, torch.ones(30), torch.ones(())), unevenness(2, 0.1, 0.1), unevenness(2, torch.ones(5, 1))
+    ('columns', 'even', 'rows')
+    """
+    shape = weight.shape if isinstance(weight, Tensor) else torch.Size()
+    rows, columns = len(shape) == rank and shape[0] > 1, any(n > 1 for n in shape[-(rank - 1) :])
+    if bias is not None and bias is not weight and (isinstance(weight, Tensor) or isinstance(bias, Tensor)):
+        columns = True
+        rows = rows or (isinstance(bias, Tensor) and bias.numel() > 1)
+    if rows and columns:
+        return "uneven"
+    return "rows" if rows else "columns" if columns else "even"
 
 
 @dataclass(frozen=True)
@@ -215,11 +255,14 @@ def _(inverse: FisherDense, shape: Shape) -> Work:
 
 @work.register
 def _(inverse: FisherWindow, shape: Shape) -> Work:
-    if inverse.records == "batch":
-        kept, new, roots = inverse.window, 1, 1
-    else:
-        kept = new = min(inverse.window, shape.samples)  # what one batch leaves there
-        roots = _roots(inverse, shape)
+    return windowed(inverse, shape, inverse.length if inverse.records == "batch" else shape.samples)
+
+
+def windowed(inverse: FisherWindow, shape: Shape, samples: int) -> Work:
+    """The work of a window that holds so many samples, or all that it can, once a batch is among them."""
+    kept, new, roots = min(inverse.length, samples), 1, 1
+    if inverse.records != "batch":
+        new, roots = min(kept, shape.samples), _roots(inverse, shape)
     rows = kept * roots
     products, both, numbers = (
         0.0,
@@ -260,7 +303,7 @@ def _(inverse: FisherWindow, shape: Shape) -> Work:
 
 @work.register(AbstractKronecker)
 def _(inverse: AbstractKronecker[Any], shape: Shape) -> Work:
-    step, bases, solve, record = kronecker(inverse, shape)
+    step, bases, solve, record = kronecker(inverse, shape, inverse.invert_every is not None)
     if inverse.invert_every is None:
         solve += bases
     else:
@@ -277,8 +320,13 @@ class Kronecker(NamedTuple):
     record: float
 
 
-def kronecker(inverse: AbstractKronecker[Any], shape: Shape) -> Kronecker:
-    """The work of an inverse in Kronecker factors, in its three parts."""
+def kronecker(inverse: AbstractKronecker[Any], shape: Shape, kept: bool, iterations: int = ITERATIONS) -> Kronecker:
+    """The work of an inverse in Kronecker factors, in its three parts.
+
+    Args:
+        kept: whether decompositions are kept from one solve to the next.
+        iterations: of conjugate gradients, where the ridge needs them.
+    """
     samples, roots = shape.samples, _roots(inverse, shape)
     double = inverse.dtype is torch.float64
     record = _record(inverse, shape)
@@ -286,7 +334,7 @@ def kronecker(inverse: AbstractKronecker[Any], shape: Shape) -> Kronecker:
     solve: list[Operation] = []
     bases: list[Operation] = []
     for layer in shape.layers:
-        groups, out, columns, places = layer
+        groups, out, columns, places = layer[:4]
         seen = samples * places * groups
         size = groups * (columns**2 + out**2)
         step += [
@@ -300,6 +348,7 @@ def kronecker(inverse: AbstractKronecker[Any], shape: Shape) -> Kronecker:
             Operation("matmul", 2 * turned, double=double),
             Operation("pass", 8 * layer.numel + 4 * size, double=double),
             Operation("call", times=15),
+            *_uneven_ridge(inverse, layer, kept, iterations),
         ]
         bases += [Operation("eigh", columns, groups, double), Operation("eigh", out, groups, double)]
         if isinstance(inverse, EKFAC):
@@ -321,6 +370,29 @@ def kronecker(inverse: AbstractKronecker[Any], shape: Shape) -> Kronecker:
         bases = [o._replace(kind="cholesky") for o in bases]
     solve.append(Operation("call", times=20))
     return Kronecker(step, bases, solve, record)
+
+
+def _uneven_ridge(inverse: AbstractKronecker[Any], layer: Layer, kept: bool, iterations: int) -> list[Operation]:
+    """What a solve takes more where the ridge differs within a layer; of an iteration that may stop early, all its steps."""
+    if layer.ridge == "even" or (isinstance(inverse, KFAC) and inverse.solver == "cholesky"):
+        return []
+    groups, out, columns = layer[:3]
+    double = inverse.dtype is torch.float64
+    sizes = {"columns": [columns], "rows": [out], "uneven": [columns, out]}[layer.ridge]
+    decomposes = kept and pays(sizes, out, columns, iterations)
+    found = [Operation("pass", 6 * layer.numel, double=double), Operation("call", times=15)]
+    if decomposes and not (isinstance(inverse, EKFAC) and layer.ridge == "uneven"):
+        found += [Operation("eigh", n, groups, double) for n in sizes]
+        found += [Operation("matmul", groups * (columns**3 + out**3), double=double), Operation("call", times=15)]
+    if isinstance(inverse, KFAC) and layer.ridge != "uneven" and (decomposes or not kept):
+        return found
+    turned = groups * (out * columns**2 + out**2 * columns)
+    return [
+        *found,
+        Operation("matmul", 4 * turned, iterations, double),
+        Operation("pass", 20 * layer.numel, iterations, double),
+        Operation("call", times=30 * iterations),
+    ]
 
 
 def _products(count: int, shape: Shape, vectors: int = 12) -> list[Operation]:

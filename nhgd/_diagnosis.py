@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nhgd._progress import Tick
-from nhgd._reference import ByProducts, Dense, Reference, ReferenceSolution
+from nhgd._reference import Reference, ReferenceSolution, reference
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError, percent
 from nhgd.oracle import Oracle, OuterGradient
@@ -69,26 +69,21 @@ class Diagnosis:
 def diagnosed(at: Oracle, batches: list[Batch], seed: int, dense_below: int, tick: Tick) -> Diagnosis:
     """Solve exactly and look around at a point. `tick` is told what is being done, up to half of it all."""
     problem = at.problem
-    size, before = problem.theta.numel, at.calls.hvps
-    reference: Reference
-    if size <= dense_below:
-        reference = Dense(at, lambda done: tick(0.4 * done, "reference: the dense Hessian"))
-    else:
-        tick(0.0, "reference: preconditioned conjugate gradients")
-        steps = min(20 * size, 5000)
-        reference = ByProducts(at, batches, seed, lambda done: tick(0.4 * done, "reference"), steps)
+    before = at.calls.hvps
+    tick(0.0, "reference")
+    solver = reference(at, batches, seed, dense_below, lambda done: tick(0.4 * done, "reference"))
     outer = at.outer()
-    adjoint = reference.solve(outer.theta)
-    hvps, method = at.calls.hvps - before, reference.method
-    exact = None if adjoint.x is None else _hypergradient(at, outer, adjoint.x)
+    adjoint = solver.solve(outer.theta)
+    hvps, method = at.calls.hvps - before, solver.method
+    exact = None if adjoint.x is None else hypergradient_along(at, outer, adjoint.x)
     gradient = at.gradient()
     tick(0.4, "the inner optimum")
-    distance, still_open = _distance(reference, gradient, problem.theta.flat())
+    distance, still_open = inner_distance(solver, gradient, problem.theta.flat())
     tick(0.45, "the Fisher matrix")
     asymmetry, symmetric, fisher, scalar = _probed(at)
     apart = None if adjoint.x is None or scalar else _fisher_residual(at, outer, adjoint.x)
     return Diagnosis(
-        reference,
+        solver,
         method,
         adjoint,
         exact,
@@ -105,11 +100,12 @@ def diagnosed(at: Oracle, batches: list[Batch], seed: int, dense_below: int, tic
     )
 
 
-def _hypergradient(at: Oracle, outer: OuterGradient, x: Tensor) -> Tensor:
+def hypergradient_along(at: Oracle, outer: OuterGradient, x: Tensor) -> Tensor:
+    """The implicit formula with a given adjoint, as one vector."""
     return flat([f - c for f, c in zip(outer.v, at.cross(x), strict=True)])
 
 
-def _distance(reference: Reference, gradient: Tensor, theta: Tensor) -> tuple[float | None, float]:
+def inner_distance(reference: Reference, gradient: Tensor, theta: Tensor) -> tuple[float | None, float]:
     """How far the inner optimum is, if H tells, and the part of the gradient along which it tells nothing."""
     if reference.negative:
         return None, 0.0

@@ -3,21 +3,51 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from nhgd._autocast import set_aside
+from nhgd._captured import Captured
+from nhgd._captured.taken import Failed, Taken
 from nhgd._nonfinite import check_losses, explained
 from nhgd._solution import Row, history_row
-from nhgd.algorithm import AbstractAlgorithm, StepInfo
+from nhgd.algorithm import AbstractAlgorithm, Loop, StepInfo
 from nhgd.checkpoint import Checkpoints, Progress
 from nhgd.errors import NhgdError, NonFiniteError, RunError
 from nhgd.execution.base import scope_of
 
 
-def advance(algorithm: AbstractAlgorithm, progress: Progress, checkpoints: Checkpoints) -> Row:
+def advance_by(
+    algorithm: AbstractAlgorithm,
+    progress: Progress,
+    checkpoints: Checkpoints,
+    captured: Captured,
+    most: int = 1,
+    before: Callable[[int], None] = lambda taken: None,
+) -> list[Taken]:
+    """Take at least one outer step, and at most so many; what they gave, in order, without metrics.
+
+    Args:
+        captured: repeats steps that were captured.
+        before: called before each step, with the number of those that were taken here.
+    """
+    loop = progress.loop
+    captured.look_around()
+    if not captured.ready(progress):
+        before(0)
+        return [Taken(advance(algorithm, progress, checkpoints, captured))]
+    loop.problem.refuse_inference()
+    with progress.randomness.scope(), loop.computing():
+        try:
+            return captured.repeat(progress, most, before)
+        except Failed as failed:
+            raise _explained(loop, failed.error, checkpoints) from failed
+        except NhgdError as error:
+            raise _explained(loop, error, checkpoints) from error
+
+
+def advance(algorithm: AbstractAlgorithm, progress: Progress, checkpoints: Checkpoints, captured: Captured) -> Row:
     """Take one outer step; its row of the history, which has no metrics yet."""
     loop = progress.loop
     loop.problem.refuse_inference()
@@ -26,13 +56,10 @@ def advance(algorithm: AbstractAlgorithm, progress: Progress, checkpoints: Check
     started = time.perf_counter()
     with progress.randomness.scope(), loop.computing():
         try:
-            info = _attempt(algorithm, progress)
+            info = _attempt(algorithm, progress, captured)
         except NonFiniteError as error:
             loop.problem.go_to(start)
-            cause = loop.executor.root_cause(error)
-            if isinstance(cause, NonFiniteError):
-                cause = explained(loop, cause)
-            raise checkpoints.named_in(cause) from error
+            raise _explained(loop, error, checkpoints) from error
         except NhgdError as error:
             raise checkpoints.named_in(error) from error.__cause__
         loop.clock.k += 1
@@ -43,11 +70,17 @@ def advance(algorithm: AbstractAlgorithm, progress: Progress, checkpoints: Check
     return row
 
 
-def _attempt(algorithm: AbstractAlgorithm, progress: Progress) -> StepInfo:
-    loop = progress.loop
-    with scope_of(loop.executor), set_aside(), _fitting(progress):
-        loop.begin()
-        progress.state, info = algorithm.step(loop, progress.state)
+def _explained(loop: Loop, error: NhgdError, checkpoints: Checkpoints) -> NhgdError:
+    """The error that a user needs, where theta and v stand where the step began."""
+    cause = loop.executor.root_cause(error)
+    if isinstance(cause, NonFiniteError):
+        cause = explained(loop, cause)
+    return checkpoints.named_in(cause)
+
+
+def _attempt(algorithm: AbstractAlgorithm, progress: Progress, captured: Captured) -> StepInfo:
+    with scope_of(progress.loop.executor), _fitting(progress):
+        info = captured.attempt(algorithm, progress)
     check_losses(info)
     return info
 

@@ -102,14 +102,14 @@ def plan(
     prices = _Prices(theta.device, theta.dtype)
     if inner_batch is None:
         samples = 1024 if batch_size is None else batch_size
-        shape = Shape.of(theta, samples)
+        shape = Shape.of(theta, samples, None, problem.ridge_coefficients())
         prices.gradient = prices.matmul(3.0 * theta.numel * samples, theta.dtype)
         prices.product, prices.outer = 2 * prices.gradient, 3 * prices.gradient
     else:
         batch = move(inner_batch, theta.device)
         samples = common_length(batch) or _samples(problem, batch)
         with problem.guarded(seed=0):
-            shape = Shape.of(theta, samples, places(problem, batch))
+            shape = Shape.of(theta, samples, places(problem, batch), problem.ridge_coefficients())
         _time_passes(problem, batch, prices)
     free = free_bytes(theta.device)
     rows = []

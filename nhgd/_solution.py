@@ -36,8 +36,8 @@ class Solution:
             (outer steps whose linear solve was in trouble), execution; statistics: "of the batch objective" where curvature was
             learnt from samples that BatchNorm in training mode couples, else None; of `nhgd`, cross: the way in which the cross derivative
             is taken, how v was seen to enter the inner problem (role, source), the relative difference from the derivative of
-            the gradient's graph on the batch where that was verified, and a note where that graph is needed; and
-            stagnation: a sentence where `run` has got nowhere.
+            the gradient's graph on the batch where that was verified, and a note where that graph is needed; compile: whether
+            outer steps were repeated as captured work (taken: "graph" or "eager"), and why in a sentence; and stagnation: a sentence where `run` has got nowhere.
         result: the name of the stop rule that ended the run: "steps", "budget", "plateau", that of a rule of the caller's, or
             "stopped" when the caller's own loop or `stop` ended it.
     """

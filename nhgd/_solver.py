@@ -7,14 +7,17 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 from nhgd import execution as executions
+from nhgd._captured import Captured
+from nhgd._captured.taken import Taken, strides_of
 from nhgd._duration import seconds
-from nhgd._outer_step import advance
+from nhgd._outer_step import advance_by
 from nhgd._progress import bar
 from nhgd._randomness import Randomness
 from nhgd._solution import Metrics, Row, Solution, metric_values, statistics
@@ -60,6 +63,9 @@ class Solver:
             often where that would take more than a fiftieth of the time. The end of `run` is always kept, and so is the
             step during which Ctrl-C was pressed.
         overwrite: whether `checkpoint` may hold an earlier run, which stays until this one first writes.
+        compile: "auto": on a CUDA device outer steps are captured as CUDA graphs and repeated without their Python, where that
+            can be; "graph": so too, with a warning where it cannot be; False: never. stats["compile"] says what was taken, and why.
+            The problem's functions must then depend on nothing but what they are given.
 
     >>> problem = Bilevel(
     ...     inner=lambda theta, v, x: (theta - v).square().expand(len(x)),
@@ -94,11 +100,13 @@ class Solver:
         checkpoint: str | Path | None = None,
         checkpoint_every: int | str | None = None,
         overwrite: bool = False,
+        compile: str | bool = "auto",
     ) -> None:
         given = dict(locals())
         check_seed(seed)
         if metrics_every < 1:
             raise InputError(f"metrics_every must be at least 1, got {metrics_every}.")
+        self._captured = Captured(compile)
         self.problem = problem
         self.algorithm = prepared(method, problem)
         self.executor = executions.resolve(execution, max_lag=max_lag)
@@ -106,6 +114,7 @@ class Solver:
         self.metrics, self.metrics_every = metrics, metrics_every
         self._unfinished = False  # whether steps were taken that other processes were not told the end of
         self._stopping = False
+        self.watch: Callable[[Row], None] | None = None  # looks at each row of `run`, and leaves everything as it is
         self._checkpoints = Checkpoints(checkpoint, checkpoint_every, overwrite, self.executor)
         settings = LoopSettings(
             inner_steps, inner_lr, outer_lr, inner_optimizer, outer_optimizer, project, project_v, outer_clip
@@ -113,7 +122,15 @@ class Solver:
         randomness = Randomness(seed, problem.theta.device)
         with self._telling_peers():
             self._progress = start(
-                problem, inner_data, outer_data, settings, self.algorithm, self.executor, self._checkpoints, randomness
+                problem,
+                inner_data,
+                outer_data,
+                settings,
+                self.algorithm,
+                self.executor,
+                self._checkpoints,
+                randomness,
+                self._captured,
             )
             self._checkpoints.begin(self._progress, self.algorithm, given)
         self._close_when_let_go()
@@ -173,6 +190,17 @@ class Solver:
         self._progress.history = rows
 
     @property
+    def state(self) -> Any:
+        """That of the algorithm."""
+        return self._progress.state
+
+    @property
+    def continued(self) -> int:
+        """Outer steps that the next `run` counts as its own: those of an interrupted one that it goes on with."""
+        interrupted = self._progress.interrupted
+        return 0 if interrupted is None else self.loop.clock.k - interrupted.first
+
+    @property
     def seconds(self) -> float:
         """That the outer steps took."""
         return self._progress.seconds
@@ -184,6 +212,7 @@ class Solver:
 
     def save(self) -> None:
         """Write a checkpoint now, between two outer steps."""
+        self._captured.rest()
         self._checkpoints.save(self._progress)
 
     def step(self) -> Row:
@@ -194,8 +223,8 @@ class Solver:
                 " end here when they end there."
             )
         with self._telling_peers(), self._checkpoints.at_work(self._progress):
-            row = self._advance()
-            self._checkpoints.save_if_due(self._progress)
+            row = self._advance()[0].row
+            self._save_if_due()
         self._unfinished = True
         return row
 
@@ -203,13 +232,23 @@ class Solver:
         """End `run` when the outer step that it is at is done, as a handler of a signal or another thread may ask."""
         self._stopping = True
 
-    def _advance(self) -> Row:
+    def _advance(self, most: int = 1, before: Callable[[int], None] = lambda taken: None) -> list[Taken]:
+        """Take an outer step, or several at once, at most so many, where metrics are due after the last of them alone."""
         self._progress.whole = False
-        row = advance(self.algorithm, self._progress, self._checkpoints)
+        if self.metrics is not None:
+            most = min(
+                most, self.metrics_every - self.loop.clock.k % self.metrics_every, 1 if not self.history else most
+            )
+        taken = advance_by(self.algorithm, self._progress, self._checkpoints, self._captured, most, before)
+        row = taken[-1].row
         if self.metrics is not None and (row["step"] % self.metrics_every == 0 or row["step"] == 1):
             row |= self.evaluate()  # it may raise: the step is taken, and its row stands
         self._progress.whole = True
-        return row
+        return taken
+
+    def _save_if_due(self) -> None:
+        if self._checkpoints.is_due(self._progress):
+            self.save()
 
     def evaluate(self) -> dict[str, float]:
         """The metrics at the current point; buffers, training flags and random numbers stay as they are."""
@@ -293,15 +332,24 @@ class Solver:
         course = Course(self.problem.v.flat())
         with bar(self.algorithm.name, progress) as tick:
             while (result := run.ended_by(spent := self._spent(run))) is None:
-                self.loop.clock.done = run.fraction(spent)
-                row = self._advance()
-                run.note(row)
-                course.note(self.problem.v.flat(), row)
+
+                def before(taken: int, spent: Spent = spent) -> None:
+                    self.loop.clock.done = run.fraction(replace(spent, steps=spent.steps + taken))
+
+                taken = self._advance(self._ahead(run, spent), before)
+                v, strides = self.problem.v.flat(), strides_of(taken)
+                for step, stride in zip(taken, strides, strict=True):
+                    row = step.row
+                    run.note(row)
+                    course.note(v, row, stride)
+                    if self.watch is not None:
+                        self.watch(row)
                 between_steps()
-                self._checkpoints.save_if_due(self._progress)
+                self._save_if_due()
                 tick(self.loop.clock.done, f"step {row['step']}, outer loss {row['outer_loss']:.4g}")
             tick(1.0, "")
         self.loop.division.assert_equal()
+        self._captured.rest()
         self._checkpoints.save_unless_saved(self._progress)
         solution = self.solution(result)
         remark = course.remark(held_by(self.loop.settings.project_v, self.problem.v.leaves))
@@ -309,6 +357,10 @@ class Solver:
         if remark is not None and self.executor.group.leads:
             warnings.warn(remark, StagnationWarning, stacklevel=3)
         return solution
+
+    def _ahead(self, run: Run, spent: Spent) -> int:
+        """How many outer steps may be taken before their rows are looked at."""
+        return min(run.surely(spent), self._checkpoints.steps_to_next(self.loop.clock.k))
 
     def _spent(self, run: Run) -> Spent:
         """What the run has used up; workers agree on what the first of them says, so that they stop together."""
@@ -358,7 +410,9 @@ class Solver:
 
     def solution(self, result: str = "stopped") -> Solution:
         """What has been found so far."""
+        self._captured.rest()
         stats = statistics(self.algorithm, self.loop, self.history, self.seconds)
+        stats["compile"] = self._captured.stats()
         return Solution(self.problem.v.given, self.problem.theta.given, self.history, stats, result)
 
     def close(self) -> None:

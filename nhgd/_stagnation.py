@@ -40,9 +40,9 @@ class Course:
     def __post_init__(self) -> None:
         self.last = self.first
 
-    def note(self, v: Tensor, row: dict[str, Any]) -> None:
-        """One more outer step, to v, with its row of the history."""
-        self.strides.append(_distance(v, self.last))
+    def note(self, v: Tensor, row: dict[str, Any], stride: float | None = None) -> None:
+        """One more outer step, to v, with its row of the history; how far that was, where it is known."""
+        self.strides.append(_distance(v, self.last) if stride is None else stride)
         self.last = v
         self.losses.append(row["outer_loss"])
         self.slopes.append(row["hypergradient_norm"])

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from nhgd import _threads as threads
 from nhgd._autocast import set_aside
+from nhgd._captured import Captured
 from nhgd._cost import largest
 from nhgd._randomness import Randomness
 from nhgd.algorithm import AbstractAlgorithm, Loop, LoopSettings
@@ -25,12 +26,15 @@ def start(
     executor: AbstractExecutor,
     checkpoints: Checkpoints,
     randomness: Randomness,
+    captured: Captured,
 ) -> Progress:
     """Claim the folder of the checkpoints, look at the first batches, choose the threads and bring the method to its start."""
     with randomness.scope(), set_aside():
         try:
             checkpoints.claim(problem.theta)
             loop = Loop(problem, inner_data, outer_data, settings, executor, algorithm.online)
+            captured.begin(algorithm, loop)
+            loop.repeats = captured.active
             for stream in (loop.inner, loop.outer):
                 stream.remember = checkpoints.writer is not None
             _look_at_first_batches(loop)

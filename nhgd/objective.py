@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd._autocast import set_aside
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
@@ -30,9 +31,10 @@ class OracleCalls:
     One gradient is one backward pass over a batch, with or without a forward pass of its own. So an inner step counts once for
     its gradient; each root of the exact or the sampled Fisher matrix is one more; so are, once or for each root, the rows of
     parameters outside Linear and Conv2d, which a pass of their own gives, or as many as there are samples where dropout is
-    to be that of the inner step. A cross derivative that an inner step's own pass gives counts in `cross` alone; one that needs
-    a pass of its own, backward or in forward mode, counts as a gradient too. What is done once to look at a model, before the first step or in it, does not count.
-    `samples` are those of all inner gradients.
+    to be that of the inner step. A cross derivative that takes the scores of an inner step's own pass is one product with each
+    layer where a gradient has three: three of them count as one in `cross`, and as nothing else. One that needs a pass of its
+    own, backward or in forward mode, counts as a gradient too. What is done once to look at a model, before the first step or in
+    it, does not count. `samples` are those of all inner gradients.
     """
 
     inner_gradients: int = 0
@@ -228,19 +230,17 @@ class Objective:
         """
         problem, theta = self.problem, self.problem.theta
         with set_aside(), self.stepping():
+            with tape.aside() as beside:
+                ridge = problem.ridge().detach()
             with torch.enable_grad():
                 found = self.passed(tap)
             with torch.no_grad():
-                gradient = [
-                    (torch.zeros_like(leaf) if g is None else g)
-                    if isinstance(c, float) and c == 0
-                    else _plus(g, 2 * c * leaf)
-                    for g, c, leaf in zip(found.data, problem.ridge_coefficients(), theta.leaves, strict=True)
-                ]
+                gradient = _with_ridge(found.data, problem.ridge_coefficients(), theta.leaves)
                 record = tap.record(self.batch, found, gradient, self.reduction)
         self.samples = self.total(found.losses.samples(self.batch))
         self.count(calls, found.passes)
-        return InnerStep(gradient, found.value + problem.ridge().detach(), record)
+        beside.join()  # theta is about to move
+        return InnerStep(gradient, found.value + ridge, record)
 
     def passed(self, tap: Tap) -> Pass:
         """The pass of an inner step, its value and gradient those of the batch."""
@@ -345,6 +345,21 @@ class OuterObjective:
     def summed(self, terms: Sequence[Tensor], in_v: Sequence[Tensor] = ()) -> list[Tensor]:
         """Answers on the batch, from the terms found here. Few entries of those in v may differ from zero."""
         return [*terms, *in_v]
+
+
+def _with_ridge(
+    data: Sequence[Tensor | None], coefficients: Sequence[Tensor | float], leaves: Sequence[Tensor]
+) -> list[Tensor]:
+    """The gradient with that of the ridge, one tensor a leaf."""
+    first, given = coefficients[0], [g for g in data if g is not None]
+    alike = isinstance(first, float) and first > 0 and all(c is first for c in coefficients)
+    if alike and len(given) == len(leaves) and leaves[0].device.type == "cuda":
+        # One call for all of them: on a GPU the launches of many small ones take longer than the work.
+        return list(torch._foreach_add(given, torch._foreach_mul(list(leaves), 2 * first)))
+    return [
+        (torch.zeros_like(leaf) if g is None else g) if isinstance(c, float) and c == 0 else _plus(g, 2 * c * leaf)
+        for g, c, leaf in zip(data, coefficients, leaves, strict=True)
+    ]
 
 
 def _plus(gradient: Tensor | None, ridge: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.objective import Objective, OracleCalls, OuterObjective
@@ -122,7 +123,12 @@ class Oracle:
         self.__dict__.pop("ridge", None)  # that of before
 
     def _damped(self, product: Tensor, vector: Tensor) -> Tensor:
-        return product.add_(vector, alpha=self.damping) if self.damping else product
+        if not self.damping:
+            return product
+        damping = tape.on_device(self.damping)
+        if isinstance(damping, Tensor):
+            return product.addcmul_(vector, damping.to(vector.dtype))
+        return product.add_(vector, alpha=damping)
 
     def outer(self) -> OuterGradient:
         """The outer loss and its two gradients."""

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd._autocast import as_given
 from nhgd._validation import shown, validated_but
 from nhgd.data.batch import Batch, common_length, first_bad, lengths
@@ -81,6 +82,7 @@ class Bilevel:
         self.l2 = l2
         self.likelihood = resolve_likelihood(likelihood)
         self._lowest: Tensor | None = None  # weight of those heeded
+        self._ridge: tuple[float, float] | None = None  # l2, and its Hessian
         shared = {t.untyped_storage().data_ptr() for t in self.theta.leaves if t.numel()}
         for name, leaf in zip(self.v.names, self.v.leaves, strict=True):
             if leaf.numel() and leaf.untyped_storage().data_ptr() in shared:
@@ -157,7 +159,9 @@ class Bilevel:
         """2 * l2, in theta's precision, where it is the same for every coordinate and does not depend on v."""
         if callable(self.l2) or any(leaf.dtype != self.theta.dtype for leaf in self.theta.leaves):
             return None
-        return float(torch.tensor(2 * float(self.l2), dtype=self.theta.dtype))
+        if self._ridge is None or self._ridge[0] != self.l2:  # rounded once, because rounding asks a tensor
+            self._ridge = self.l2, float(torch.tensor(2 * float(self.l2), dtype=self.theta.dtype))
+        return self._ridge[1]
 
     @torch.no_grad()
     def ridge_diagonal(self) -> Tensor:
@@ -196,8 +200,10 @@ class Bilevel:
     def heed(self, losses: Losses) -> None:
         """Remember the lowest weight; no number is asked of a device before `lowest_weight` is."""
         if losses.weights is not None and losses.weights.numel():
-            low = losses.weights.detach().amin()
-            self._lowest = low if self._lowest is None else torch.minimum(self._lowest, low)
+            weights = losses.weights.detach()
+            with tape.aside(weights, self._lowest):
+                low = weights.amin()
+                self._lowest = low if self._lowest is None else torch.minimum(self._lowest, low)
 
     def lowest_weight(self) -> Tensor | None:
         """The lowest weight since this was asked last, 0-dimensional, on the device it was made on."""
@@ -228,7 +234,7 @@ class Bilevel:
             if not live:
                 stack.enter_context(self.theta.undisturbed())
                 stack.enter_context(self.v.undisturbed())
-            if seed is not None:
+            if seed is not None and tape.tape() is None:  # steps that are captured draw nothing
                 device = self.theta.device
                 stack.enter_context(
                     torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda")

@@ -8,6 +8,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
+
 
 @final
 @dataclass(frozen=True)
@@ -42,7 +44,10 @@ class Ridge:
     def diagonal(self, size: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """(D,) for D = `size`, on a device; None: where it is."""
         if isinstance(self.value, float):
-            return torch.full((size,), self.value, dtype=dtype, device=device)
+            value = tape.on_device(self.value)
+            if isinstance(value, Tensor):
+                return value.to(dtype).expand(size)
+            return torch.full((size,), value, dtype=dtype, device=device)
         return self.value.to(device=device, dtype=dtype)
 
     def tensor(self, dtype: torch.dtype) -> Tensor:

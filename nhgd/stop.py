@@ -213,6 +213,16 @@ class Run:
         pairs = zip(self.rules, self._states, strict=True)
         return next((rule.name for rule, state in pairs if rule.holds(spent, state)), None)
 
+    def surely(self, spent: Spent) -> int:
+        """How many more outer steps may be taken before the rules must be asked: one, where they look at each row."""
+        left = 2**30
+        for rule in self.rules:
+            if isinstance(rule, Steps):
+                left = min(left, rule.count - spent.steps)
+            elif not isinstance(rule, (Budget, Requested)):
+                return 1
+        return max(1, left)
+
     def fraction(self, spent: Spent) -> float:
         """The part of the run that is over, by the rule that is nearest to its end."""
         return max(rule.fraction(spent) for rule in self.rules)

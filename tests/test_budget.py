@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nhgd
-from nhgd._budget import PRICES, Budget, Priced
+from nhgd._budget import BRIEF_RECORD, PRICES, Budget, Priced
 from nhgd._cost import Layer, Shape
 from nhgd._recording.recorder import Recorder
 from nhgd._recording.sampling import Sampling
@@ -184,6 +184,10 @@ def test_after_the_build_up_the_price_is_within_the_budget(name: str, inverse: A
     allowed = inverse.overhead * 10 * inner
     records = budget.record(inverse, effort.samples, effort.places) * 10 / effort.every
     inversions = budget.invert(inverse) * 10 / (effort.every * effort.invert_every)
+    if effort.last == 1:  # the last inner step of each loop, which nobody waits for
+        assert (effort.every, effort.samples) == (10, None)
+        assert records + inversions <= BRIEF_RECORD
+        return
     assert records + inversions <= max(allowed - budget.solve(inverse), allowed / 2) * (1 + 1e-9)
     # At the beginning: enough samples, or as many as there are, and no more than a few decompositions.
     assert steps_of(effort, 100) >= steps_of(replace(effort, build_up=0), 100)

@@ -144,6 +144,7 @@ INVERSES = [
     KFAC(solver="cholesky"),
     EKFAC(),
     FisherWindow(window=12),
+    FisherWindow(window=12, overhead=None),
     FisherWindow(window=12, records="sample", fisher="exact"),
     FisherDense(),
     FisherDense(form="inverse", update="ema"),
@@ -343,6 +344,25 @@ def test_a_budget_decides_the_same_when_a_run_is_resumed(tmp_path, monkeypatch, 
     assert first.loop.inverse.effort is not None
     assert continued.loop.inverse == first.loop.inverse
     assert torch.equal(continued.run(steps=14).v, first.run(steps=6).v)
+
+
+def test_a_window_within_its_budget_goes_on_bit_for_bit(tmp_path):
+    """With its exact matrix, of one record in each inner loop."""
+    kind = quadratic(NHGD(FisherWindow(fisher="auto")))
+    inverse = kind.goes_on(tmp_path / "a").loop.inverse
+    assert inverse.fisher == "exact"
+    assert [inverse.effort.records(step) for step in range(3)] == [False, False, True]
+    assert kind.resumed(tmp_path / "a").loop.inverse == inverse
+
+
+def test_batchnorm_within_its_budget_goes_on_bit_for_bit(tmp_path):
+    """The first record of a run, and of one that is resumed, looks at the likelihood by a pass that does not count."""
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+    continued = classifier(NHGD(KFAC(fisher="auto")), net).goes_on(tmp_path / "a")
+    assert continued.loop.inverse.effort.build_up_last == 2
 
 
 def test_a_run_is_continued_not_repeated(tmp_path):

@@ -45,7 +45,7 @@ INVERSES: dict[str, Any] = {
     "kfac": KFAC(damping=None, overhead=None),
     "kfac, kept bases": KFAC(invert_every=2, damping=None),
     "ekfac": EKFAC(invert_every=3, damping=None),
-    "window": FisherWindow(window=24, damping=None),
+    "window": FisherWindow(window=24, damping=None, overhead=None),
     "dense": FisherDense(damping=None),
     "raw": FisherDense(form="inverse", update="ema", beta=0.8, records="raw", warm="reset"),
     "diagonal": FisherDiagonal(damping=None, overhead=None),

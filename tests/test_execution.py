@@ -29,7 +29,7 @@ INVERSES = {
     "kfac": KFAC(),
     "kfac, kept bases": KFAC(invert_every=2),
     "ekfac": EKFAC(),
-    "window": FisherWindow(window=24),
+    "window": FisherWindow(window=24, overhead=None),
     "dense": FisherDense(),
     "dense inverse, reset": FisherDense(form="inverse", update="ema", beta=0.8, warm="reset"),
     "raw": FisherDense(form="inverse", update="ema", beta=0.8, records="raw", warm="reset"),

@@ -94,8 +94,9 @@ def test_persistent_adjoints_lengthen_the_horizon_and_turning_ones_do_not():
     still, turning = Horizon.start(CPU), Horizon.start(CPU)
     generator = torch.Generator().manual_seed(0)
     for k in range(60):
-        still.observe(torch.ones(50) + 0.01 * torch.randn(50, generator=generator), k)
-        turning.observe(torch.randn(50, generator=generator), k)
+        still.observe(torch.ones(50) + 0.01 * torch.randn(50, generator=generator))
+        turning.observe(torch.randn(50, generator=generator))
+        still.read(k), turning.read(k)
     assert still.loops > 1000
     assert turning.loops < 2
     assert still.damping(1.0, ridge=True) < 1e-3 < turning.damping(1.0, ridge=True)
@@ -104,7 +105,8 @@ def test_persistent_adjoints_lengthen_the_horizon_and_turning_ones_do_not():
 def test_where_each_inner_loop_begins_anew_the_horizon_is_one_loop():
     horizon = Horizon.start(CPU, warm=False)
     for k in range(20):
-        horizon.observe(torch.ones(3), k)
+        horizon.observe(torch.ones(3))
+        horizon.read(k)
     assert horizon.loops == 1.0
 
 
@@ -276,4 +278,94 @@ def test_the_sampled_fisher_matrix_gives_way_where_it_cannot_be_had():
             solver = nhgd.Solver(problem, [(x, y)], [(x, y)], method="nhgd", inner_steps=3)
             row = solver.step()
         sampled = outputs and likelihood == "categorical"
-        assert row["inner_gradients"] == (7 if sampled else 4)
+        assert row["inner_gradients"] == (6 if sampled else 4)  # two of three steps are recorded
+
+
+def test_a_longer_horizon_is_for_a_v_that_the_outer_samples_determine():
+    """With fewer samples than entries of v a better answer only fits them sooner, so it is for one loop until v has settled."""
+    steady = torch.ones(50)
+    for determined, few, settled in ((True, 50.0, 1e5), (False, 1.0, 1e2)):
+        horizon = Horizon.start(CPU, determined=determined)
+        horizon.rho = 0.99
+        assert horizon.loops == pytest.approx(199**0.75 if determined else 1.0)
+        assert horizon.loops >= few or not determined
+        for k in range(200):
+            horizon.observe(steady)
+            horizon.read(k)
+        assert horizon.loops > settled
+
+
+@pytest.mark.parametrize(("samples", "determined"), [(11, False), (12, True), (None, True)])
+def test_a_run_counts_its_outer_samples(samples, determined):
+    """v has 12 entries."""
+    problem, inner, (x, y) = catalogue.weighted_logistic()
+    x, y = (torch.cat([t] * 2)[:samples] for t in (x, y))
+    outer = Unsized([(x, y)]) if samples is None else [(x[:5], y[:5]), (x[5:], y[5:])]
+    solver = nhgd.Solver(problem, [inner], outer, NHGD(FisherWindow()), inner_steps=1, inner_lr=0.1, outer_lr=0.1)
+    assert solver.loop.outer.values == samples
+    assert solver.loop.horizon().determined is determined
+
+
+class Unsized:
+    """A loader that does not tell how long it is."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
+def test_values_of_loaders():
+    """Those of the smallest tensor, which the labels mostly are: of a sequence, one for each token."""
+    x = torch.arange(6.0)
+    dataset = torch.utils.data.TensorDataset(x, x)
+    stream = nhgd.data.loader.Stream
+    assert stream(torch.utils.data.DataLoader(dataset, batch_size=4, drop_last=True), "outer_data", CPU).values == 6
+    assert stream([(x, x), (x[:2], x[:2])], "outer_data", CPU).values == 8
+    assert stream([torch.tensor(1.0)], "outer_data", CPU).values is None
+    assert stream(nhgd.Data(torch.ones(5, 7), torch.ones(5, 3)), "outer_data", CPU).values == 15
+
+
+def test_what_persists_of_x_is_what_lagged_products_are_taken_along(monkeypatch):
+    """average <- r average + (1 - r) x with r = rho between 0 and 0.8, and the next inner loop takes it."""
+    problem, inner, outer = catalogue.mlp_module()
+    assert problem.v.numel > len(outer[0])
+    solver = nhgd.Solver(problem, [inner], [outer], NHGD(cross="lagged"), inner_steps=2, inner_lr=0.1, outer_lr=0.1)
+    taken, lagged_cross = [], solver.loop.lagged_cross
+    seen, observe = [], Horizon.observe
+
+    def noting(horizon, x):
+        seen.append((x.clone(), horizon.rho))
+        observe(horizon, x)
+
+    monkeypatch.setattr(Horizon, "observe", noting)
+    monkeypatch.setattr(solver.loop, "lagged_cross", lambda x: (taken.append(x.clone()), lagged_cross(x))[1])
+    for _ in range(7):
+        solver.step()
+    average = seen[0][0]
+    for (x, rho), along in zip(seen[1:], taken, strict=True):
+        torch.testing.assert_close(along, average)
+        r = min(max(rho, 0.0), 0.8)
+        average = r * average + (1 - r) * x
+    assert max(rho for _, rho in seen) > 0.1
+
+
+def test_noise_of_x_averages_out_and_what_turns_is_not_kept():
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.ones(2000)
+    horizon = Horizon.start(CPU, determined=False)
+    for k in range(80):
+        horizon.observe(truth + torch.randn(2000, generator=generator))
+        horizon.read(k)
+    # rho is about 1/2, so that the variance falls to (1 - r) / (1 + r), about a third
+    assert (horizon.average - truth).square().mean() < 0.45
+    turning = Horizon.start(CPU, determined=False)
+    few = Horizon.start(CPU)
+    for k in range(80):
+        x = torch.randn(2000, generator=generator)
+        turning.observe(x)
+        turning.read(k)
+        few.observe(truth)
+    assert (turning.average - x).norm() < 0.1 * x.norm()
+    assert few.average is None  # where v is determined

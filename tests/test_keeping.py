@@ -722,7 +722,7 @@ def test_an_interruption_between_steps_is_kept_and_one_within_is_not(tmp_path, m
         kind.solver(checkpoint=tmp_path / "a", metrics=interrupted).run(steps=3)
     assert not (tmp_path / "a").exists()
     solver = kind.solver(checkpoint=tmp_path / "a")
-    monkeypatch.setattr(solver._checkpoints, "save_if_due", interrupted)
+    monkeypatch.setattr(solver, "_save_if_due", interrupted)
     with pytest.raises(KeyboardInterrupt, match="outer step 1"):
         solver.run(steps=3)
     assert SavedCheckpoint(tmp_path / "a").step == 1
@@ -857,9 +857,9 @@ def test_a_signal_after_the_numbers_were_written_says_where_they_are(moment, tmp
         "import os, signal, nhgd, nhgd.cli.run as command, nhgd.task.quadratic; from nhgd.cli import main\n"
         "def end(*given): os.kill(os.getpid(), signal.SIGTERM)\n"
         "def end_twice(*given): end(); end()\n"
-        "def advance(solver, advanced=nhgd.Solver._advance):\n"
+        "def advance(solver, *given, advanced=nhgd.Solver._advance):\n"
         "    if solver.loop.clock.k == 2: end()\n"
-        "    return advanced(solver)\n"
+        "    return advanced(solver, *given)\n"
     )
     program += {
         "summary": "nhgd.Solver._advance = advance\nnhgd.task.quadratic.QuadraticInstance.summary = end\n",

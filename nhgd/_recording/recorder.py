@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd._recording.accounting import Call, LayerCall, Scores
 from nhgd._recording.normalisation import NormCall, signs, summed_rows
 from nhgd._recording.per_sample import OneSampleGradients
@@ -189,11 +190,17 @@ class Recorder(Tap):
         In the batch objective a sample's score is not its weight times something, so the roots of the weights are put in.
         """
         losses, weights = found.losses, found.losses.weights
+        if self._takes_roots(found) and self.verification.likely:
+            return None
         if found.batch_objective and weights is not None:
             return replace(losses, weights=weights.detach().sqrt()).mean()
         if self.kind == "raw" or weights is None or not weights.requires_grad or not self.taps.uses_theta(weights):
             return None
         return replace(losses, weights=weights.detach()).mean()
+
+    def _takes_roots(self, found: TappedPass) -> bool:
+        """Whether no scores but those of a likelihood's roots are of use, if it is that of the losses."""
+        return self.likelihood is not None and all(call.is_plain for call in found.calls)
 
     def _hold_constant(self, found: TappedPass, constant: Tensor, keep: bool) -> None:
         """Scores, and the gradient they are a part of, of the mean loss with constant weights."""
@@ -203,7 +210,7 @@ class Recorder(Tap):
             wrt: Any = (*leaves, *found.edges)
             given = torch.autograd.grad(constant, wrt, allow_unused=True, retain_graph=keep or None)
         found.own, found.scores = list(given[: len(leaves)]), given[len(leaves) :]
-        found.passes += 1
+        found.passes += not self._takes_roots(found)  # else the first record alone takes them, to fall back on
 
     def agree(self, reduction: Reduction) -> None:
         """Take up which parameters samples elsewhere met outside their layers."""
@@ -336,11 +343,15 @@ class Recorder(Tap):
             return (likelihood.sample if self.fisher == "sampled" else likelihood.roots)(outputs, losses)
         here = len(losses)
         total = here if reduction is None else reduction.total(here)
-        generator = torch.Generator().manual_seed(self._drawn)
-        self._drawn += 1
+        generator = torch.Generator()
+
+        def draw(roots: int) -> Tensor:
+            generator.manual_seed(self._drawn)
+            self._drawn += 1
+            return 2 * torch.randint(2, (total, roots), generator=generator) - 1
 
         def signs(roots: int) -> Tensor:
-            drawn = 2 * torch.randint(2, (total, roots), generator=generator) - 1
+            drawn = tape.index(lambda: draw(roots))
             before = 0 if reduction is None else reduction.chosen(torch.arange(total))[1]
             return drawn[before : before + here].T
 

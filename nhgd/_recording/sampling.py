@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd.record import Convolution, LayerRecord, LayerStatistics
 
 Draw: TypeAlias = Callable[[int, int], Tensor]  # so many places out of so many for each sample, with replacement
@@ -33,17 +34,24 @@ class Sampling(NamedTuple):
         """That much of the record of a batch, or of some samples of one."""
         reduction = record.reduction
         total = record.samples if reduction is None else reduction.total(record.samples)
-        generator = torch.Generator().manual_seed(self.seed)
-        if self.samples is None or self.samples >= total:
-            chosen = torch.arange(total)
-        else:
-            chosen = torch.randperm(total, generator=generator)[: self.samples].sort().values
+        generator = torch.Generator()
+        wanted = total if self.samples is None else min(self.samples, total)
+
+        def some() -> Tensor:
+            generator.manual_seed(int(tape.now(self.seed)))
+            if wanted == total:
+                return torch.arange(total)
+            return torch.randperm(total, generator=generator)[:wanted].sort().values
+
+        chosen = tape.index(some)
         rows, before = chosen, 0
         if reduction is not None:
             rows, before, reduction = reduction.chosen(chosen)
 
         def places(wanted: int, count: int) -> Tensor:
-            return torch.randint(count, (len(chosen), wanted), generator=generator)[before : before + len(rows)]
+            return tape.index(lambda: torch.randint(count, (len(chosen), wanted), generator=generator))[
+                before : before + len(rows)
+            ]
 
         if len(rows) == record.samples:
             return replace(record, layers=tuple(self._layer(layer, None, places) for layer in record.layers))

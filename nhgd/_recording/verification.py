@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nhgd import _tape as tape
 from nhgd._randomness import unmoved
 from nhgd._recording.accounting import check_independent, fits
 from nhgd._recording.normalisation import held_statistics
@@ -33,6 +34,7 @@ class Verification:
     Attributes:
         unaccounted: parameters that were met outside their layers.
         recorded: weights, with biases, that records held as layers.
+        likely: whether the likelihood was compared with the losses.
     """
 
     def __init__(self, taps: Taps) -> None:
@@ -41,7 +43,7 @@ class Verification:
         self.recorded: dict[str, str | None] = {}
         self._forms: dict[int, set[str]] = {}  # of graphs that were verified, with the layers that told nothing there
         self._records = 0
-        self._likely = False  # whether the likelihood was compared with the losses
+        self.likely = False
 
     def memory(self) -> dict[str, Any]:
         """What later records depend on, as plain values."""
@@ -53,7 +55,7 @@ class Verification:
 
     def begin(self) -> None:
         """A record is about to be made."""
-        self._records += 1
+        tape.effect(self._count)
         if self.taps.norms:
             return
         problem = self.taps.problem
@@ -65,6 +67,9 @@ class Verification:
                         " influence each other. Use kfac, ekfac or fisher_diagonal, which learn from the batch objective; or"
                         " call model.eval() on it, or use GroupNorm or LayerNorm."
                     )
+
+    def _count(self) -> None:
+        self._records += 1
 
     @property
     def _now_and_then(self) -> bool:
@@ -164,7 +169,7 @@ class Verification:
 
     def check_likelihood(self, likelihood: AbstractLikelihood, outputs: Tensor, losses: Losses) -> None:
         """Compare the likelihood with the losses, once."""
-        if not self._likely:
+        if not self.likely:
             with unmoved(self.taps.problem.theta.device):
                 likelihood.verify(outputs, losses.values)
-            self._likely = True
+            self.likely = True

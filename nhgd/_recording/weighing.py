@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from nhgd._randomness import set_states, states, unmoved
+from nhgd import _tape as tape
+from nhgd._randomness import set_states, states
 from nhgd._recording.accounting import walked
 from nhgd._recording.normalisation import normalises_by_batch
 from nhgd._recording.recorder import Recorder
@@ -38,27 +38,9 @@ from nhgd.record import InnerRecord, Reduction
 
 FAINT = 1e-20  # of the largest weight: a seed that leaves no trace in a sum, and yet tells the gradient of its sample
 FAINTEST = 1e-30  # the least seed whose scores are ordinary numbers of float32 and bfloat16
-Role: TypeAlias = Literal["weights", "ridge", "none", "other"]
+PART = 3  # lagged products that are worth one: of a gradient's three products with each layer, forward, back and back, it takes one
 Source: TypeAlias = Literal["scores", "forward", "graph"]
 Terms: TypeAlias = "list[Tensor | None]"
-
-
-@dataclass(frozen=True)
-class Recognition:
-    """How v enters the inner problem, as far as one batch has shown.
-
-    Attributes:
-        role: of v: it gives the "weights" of samples, and perhaps the ridge; the "ridge" alone; "none" of both, nor anything
-            else; or "other": it enters the losses themselves, or only the graph of the gradient tells the cross derivative.
-        source: where <s_i, x> came from.
-        difference: of the cross derivative from that of the gradient's graph, relative, along a random vector.
-        note: why that graph is needed, where it is.
-    """
-
-    role: str
-    source: str | None = None
-    difference: float | None = None
-    note: str | None = None
 
 
 class Weighing:
@@ -78,84 +60,15 @@ class Weighing:
         self._forward: Literal["untried", "loaded", "fails"] = "untried"
         self._names = {id(leaf): name for name, leaf in zip(problem.v.names, problem.v.leaves, strict=True)}
 
-    def recognise(self, objective: Objective, in_step: bool) -> Recognition:
-        """Look at one batch, at a theta nearby, where nothing is zero by accident. Draws nothing and counts nothing.
-
-        Args:
-            in_step: whether the cross derivative is to come from the passes of inner steps, or from passes of its own.
-        """
-        theta, objective = self.problem.theta, copy(objective)
-        objective.seed = 0
-        with unmoved(theta.device), self.problem.guarded(seed=0), torch.enable_grad():
-            with theta.nearby():
-                try:
-                    strange = not bool(torch.isfinite(self.problem.losses(objective.batch).values).all())
-                except Exception:  # the user's function may not know such a place
-                    strange = True
-                if not objective.anywhere(strange):
-                    return self._compared(objective, in_step)
-            return self._compared(objective, in_step)
-
-    def _compared(self, objective: Objective, in_step: bool) -> Recognition:
-        """The cross derivative along a random vector, beside the one from the gradient's graph."""
-        theta = self.problem.theta
-        role = self._role(objective)
-        if role == "other":
-            return Recognition(role, note="v enters the losses of the samples, or their weights depend on theta")
-        if role == "none":
-            return Recognition(role)
-        x = torch.randn(theta.numel, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        x = x.to(theta.device, theta.dtype)
-        if in_step:
-            lagged = LaggedCross(self, x)
-            tap = lagged.tap(recording=False)
-            objective.step(tap)
-            lagged.take(objective, tap)
-            source, found = tap.source, lagged.mean(lambda terms: objective.summed([], terms))
-        else:
-            found, source = self.cross(objective)(x)
-        if objective.anywhere(source == "graph"):
-            note = "the losses can be differentiated neither by way of layers nor in forward mode"
-            return Recognition("other", source, note=note)
-        true = objective.cross(x)
-        size = _norm(true)
-        difference = _norm([a - b for a, b in zip(found, true, strict=True)])
-        difference = difference / size if size else difference
-        if not difference <= self._tolerance(objective.batch):
-            note = f"taken without it, the cross derivative differs by {difference:.2g} of its length"
-            return Recognition("other", source, difference, note)
-        return Recognition(role, source, difference)
-
-    def _role(self, objective: Objective) -> Role:
-        with objective.drawing():
-            losses = self.problem.losses(objective.batch)
-        holds = self.holds(losses)
-        weighs = losses.weights is not None and self._reaches_v(losses.weights)
-        if objective.anywhere(not holds):
-            return "other"
-        if objective.anywhere(weighs):
-            return "weights"
-        coefficients = self.problem.ridge_coefficients()
-        return "ridge" if any(isinstance(c, Tensor) and self._reaches_v(c) for c in coefficients) else "none"
-
-    def _tolerance(self, batch: Batch) -> float:
-        """Far above rounding, and far below any difference that another formula makes."""
-        dtypes = {leaf.dtype for leaf in self.problem.theta.leaves}
-        with torch.no_grad():
-            outputs = self.problem.losses(batch).outputs
-        if outputs is not None and outputs.is_floating_point():
-            dtypes.add(outputs.dtype)  # autocast
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-        return 1e-6 if eps < 1e-10 else max(1e-3, 8 * eps)
-
     def holds(self, losses: Losses) -> bool:
         """Whether v enters these losses through their weights alone, and the weights are constant in theta."""
         weights = losses.weights
-        if self._reaches_v(losses.values):
+        if self.reaches_v(losses.values):
             return False
         return weights is None or not weights.requires_grad or not self.recorder.taps.uses_theta(weights)
 
-    def _reaches_v(self, tensor: Tensor) -> bool:
+    def reaches_v(self, tensor: Tensor) -> bool:
+        """Whether v has a part in how it was computed."""
         return id(tensor) in self._names or bool(walked((tensor,), (), self._names).uses)
 
     def cross(
@@ -315,6 +228,7 @@ class LaggedCross:
         self.along = problem.theta.unflatten(x)
         self.workers = workers
         self.steps = 0
+        self._waiting: list[tuple[Tensor, Tensor, tape.Aside]] = []
         self._total = [torch.zeros_like(leaf) for leaf in problem.v.leaves]
         self._theta = [torch.zeros_like(leaf) for leaf in problem.theta.leaves] if callable(problem.l2) else None
 
@@ -325,10 +239,13 @@ class LaggedCross:
     def take(self, objective: Objective, tap: CrossTap, calls: OracleCalls | None = None) -> None:
         """Add what the tap has found in a step on this objective, before theta moves."""
         weighing = self.weighing
-        self.steps += 1
-        if calls is not None:
+        if calls is not None and (tap.source != "scores" or self.steps % PART == 0):
             calls.cross += 1
+        self.steps += 1
         terms = tap.terms
+        if tap.waiting is not None:
+            self._waiting.append(tap.waiting)
+            terms = list[Tensor | None]()
         if terms is None:
             with objective.drawing():
                 terms = weighing.from_graph(objective, self.along)
@@ -336,15 +253,33 @@ class LaggedCross:
             objective.count(calls)
         # A batch that is not divided, all workers have.
         share = 1 / self.workers if objective.reduction is None else objective.share
-        for total, term in zip(self._total, terms, strict=True):
+        for total, term in zip(self._total, terms, strict=False):
             if term is not None:
                 total.add_(term, alpha=share)
         if self._theta is not None:
             for total, leaf in zip(self._theta, weighing.problem.theta.leaves, strict=True):
                 total.add_(leaf.detach())
 
+    def _pull(self) -> None:
+        """Take the derivatives of weights that were waited with: of those that v was merely indexed by, all at once."""
+        waiting, self._waiting = self._waiting, []
+        for _, _, beside in waiting:
+            beside.join()
+        leaves = self.weighing.problem.v.leaves
+        indices = [_index_of(weights, leaves[0]) for weights, _, _ in waiting] if len(leaves) == 1 else [None]
+        known = [index for index in indices if index is not None]
+        if waiting and len(known) == len(waiting):
+            along = [p.to(w.dtype) / w.shape[0] for w, p, _ in waiting]
+            self._total[0].index_put_((torch.cat(known),), torch.cat(along), accumulate=True)
+            return
+        for weights, products, _ in waiting:
+            for total, term in zip(self._total, self.weighing.pulled(weights, products), strict=True):
+                if term is not None:
+                    total.add_(term)
+
     def mean(self, summed: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
         """Over the steps; `summed` adds the terms of all workers."""
+        self._pull()
         found = [total / self.steps for total in summed(self._total)]
         if self._theta is None:
             return found
@@ -366,6 +301,9 @@ class CrossTap(Tap):
         self.recording = recording
         self.terms: Terms | None = None
         self.source: Source = "graph"
+        self.waiting: tuple[Tensor, Tensor, tape.Aside] | None = (
+            None  # weights and products, where the step is captured
+        )
         self._before: list[Tensor] = []  # where the generators stood
         self._seen: TappedPass | None = None
         self._weights: Tensor | None = None
@@ -376,22 +314,32 @@ class CrossTap(Tap):
         self._seen = self._watched(batch, gradient=True)
         found: Pass | None = self._seen
         if found is None:
-            set_states(self._before, problem.theta.device)
+            _draw_from(self._before, problem.theta.device)
             found = super().passed(problem, batch)
-        self.multiply(problem, batch, self.along)
+        self.multiply(problem, batch, self.along, waits=tape.tape() is not None)
         return found
 
     def look(self, problem: Bilevel, batch: Batch) -> None:
         """The pass for the cross derivative alone, as far as it needs no vector; none where layers were seen not to suffice."""
-        self._before = states(problem.theta.device)
+        self._before = _standing(problem.theta.device)
         if not self.weighing.recorder.verification.unaccounted:
             self._seen = self._watched(batch, gradient=False)
 
-    def multiply(self, problem: Bilevel, batch: Batch, along: Sequence[Tensor]) -> None:
-        """The cross derivative along a vector, from the scores of the pass, or else from one in forward mode."""
-        weighing, found, self.terms = self.weighing, self._seen, None
+    def multiply(self, problem: Bilevel, batch: Batch, along: Sequence[Tensor], waits: bool = False) -> None:
+        """The cross derivative along a vector, from the scores of the pass, or else from one in forward mode.
+
+        waits: the derivatives of the weights may be taken later, at once with others.
+        """
+        weighing, found, self.terms, self.waiting = self.weighing, self._seen, None, None
         if found is not None and self._weights is not None:
-            products = weighing.from_scores(found, along)
+            read = [call.input for call in found.calls]
+            with tape.aside(*read, *found.scores, found.seeds, found.losses.values) as beside:
+                products = weighing.from_scores(found, along)
+            if products is not None and waits:
+                self.waiting = (self._weights, products, beside)
+                self.source = "scores"
+                return
+            beside.join()
             self.terms = None if products is None else weighing.pulled(self._weights, products)
         elif found is not None and weighing.holds(found.losses):
             self.terms = [None] * len(problem.v.leaves)
@@ -403,7 +351,7 @@ class CrossTap(Tap):
     def _watched(self, batch: Batch, gradient: bool) -> TappedPass | None:
         """A pass of the recorder; None where there can be no such pass."""
         recorder, taps = self.weighing.recorder, self.weighing.recorder.taps
-        self._before = states(self.weighing.problem.theta.device)
+        self._before = _standing(self.weighing.problem.theta.device)
         if not (self.recording or self.weighing.independent):
             return None
 
@@ -425,13 +373,13 @@ class CrossTap(Tap):
     def _replayed(self, problem: Bilevel, batch: Batch, along: Sequence[Tensor]) -> Terms | None:
         """From the same pass in forward mode, with the same dropout."""
         device = problem.theta.device
-        after = states(device)
-        set_states(self._before, device)
+        after = _standing(device)
+        _draw_from(self._before, device)
         try:
             with problem.guarded():
                 return self.weighing.in_forward_mode(batch, along)
         finally:
-            set_states(after, device)
+            _draw_from(after, device)
 
     def agree(self, reduction: Reduction) -> None:
         """As the recorder does."""
@@ -444,5 +392,23 @@ class CrossTap(Tap):
         return self.weighing.recorder.record(batch, found, gradient, reduction) if self.recording else None
 
 
-def _norm(tensors: Sequence[Tensor]) -> float:
-    return float(torch.stack([t.double().norm() for t in tensors]).norm())
+def _index_of(weights: Tensor, leaf: Tensor) -> Tensor | None:
+    """The index by which weights were taken from a vector; None where they were made otherwise."""
+    node: Any = weights.grad_fn
+    if type(node).__name__ != "IndexBackward0" or leaf.ndim != 1:
+        return None
+    end: Any = node.next_functions[0][0]
+    indices = node._saved_indices
+    plain = end is not None and getattr(end, "variable", None) is leaf and len(indices) == 1
+    found: Tensor | None = indices[0] if plain else None
+    return found if found is not None and found.ndim == 1 and found.dtype == torch.int64 else None
+
+
+def _standing(device: torch.device) -> list[Tensor]:
+    """Where the generators stand; steps that are captured draw nothing."""
+    return [] if tape.repeatable() and tape.tape() is not None else states(device)
+
+
+def _draw_from(found: list[Tensor], device: torch.device) -> None:
+    if found:
+        set_states(found, device)

@@ -8,6 +8,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import InputError
 from nhgd.inverse import CG, AbstractInverse, Identity
@@ -67,10 +68,15 @@ class AID(AbstractAlgorithm):
         """The inverse."""
         return self.inverse
 
+    @property
+    def not_repeatable(self) -> str | None:
+        """What reads numbers in its steps."""
+        return None
+
     def init(self, loop: Loop) -> AIDState:
         """Remember where theta starts, and how much of the inner steps the curvature takes."""
         calibrate(loop)
-        return AIDState(loop.problem.theta.flat(), horizon=Horizon.start(loop.problem.theta.device, self.warm_start))
+        return AIDState(loop.problem.theta.flat(), horizon=loop.horizon(self.warm_start))
 
     def step(self, loop: Loop, state: AIDState) -> tuple[AIDState, StepInfo]:
         """One outer step."""
@@ -80,7 +86,7 @@ class AID(AbstractAlgorithm):
         start = state.adjoint if self.warm_solve else None
         found, lag, notes = loop.implicit(loop.inner_batches(self.batches), start, horizon=state.horizon)
         norm = loop.move_v(found.leaves)
-        info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, lag, notes)
+        info = StepInfo(found.value, tape.reading(torch.stack(losses).mean()), norm, lag, notes)
         return AIDState(state.theta, found.adjoint, state.horizon), info
 
 

@@ -20,6 +20,11 @@ class AbstractAlgorithm(Validated, ABC):
     name: ClassVar[str]
     plain: ClassVar[bool] = False  # whether it takes plain gradient steps on theta, whatever optimiser suits a task
 
+    @property
+    def not_repeatable(self) -> str | None:
+        """Why its outer steps cannot be captured and repeated; None where they can."""
+        return f"{self.name} looks at numbers in the middle of its steps"
+
     def prepared(self, problem: Bilevel) -> AbstractAlgorithm:
         """The same algorithm with every choice made that depends on the problem."""
         return self

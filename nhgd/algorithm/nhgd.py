@@ -9,7 +9,9 @@ from typing import ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from nhgd._recording.weighing import LaggedCross, Recognition
+from nhgd import _tape as tape
+from nhgd._recording.recognition import Recognition
+from nhgd._recording.weighing import LaggedCross
 from nhgd._validation import counted, not_negative
 from nhgd.algorithm.aid import check_batches
 from nhgd.algorithm.base import AbstractAlgorithm
@@ -63,7 +65,8 @@ class NHGD(AbstractAlgorithm):
 
     L is never formed; with x = A grad_theta f it is L^T x that is taken, in one of three ways:
 
-        cross="lagged"        mean_t (d2_{theta,v} l_t)^T x_{k-1}     inside the inner steps, along the x of the outer step before
+        cross="lagged"        mean_t (d2_{theta,v} l_t)^T x_{k-1}     inside the inner steps, along the x of the outer step before;
+                                                                      a running mean of x where v is not determined
         cross="trajectory"    mean_t (d2_{theta,v} l_t)^T x_k         each step's theta and batch are visited again
         cross="final"         (d2_{theta,v} l)^T x_k                  at the last theta, over `batches` fresh batches
 
@@ -77,10 +80,10 @@ class NHGD(AbstractAlgorithm):
     The first outer step has no x before it: it takes its own, at the last theta over the batches of its inner steps.
 
     Args:
-        inverse: what learns; None: K-FAC where theta has Linear or Conv2d layers, else the window.
+        inverse: what learns; None: K-FAC where theta has Linear or Conv2d layers, else the window, with fisher="auto".
         refine: preconditioned CG steps on top of it; 0 for none. The products run over `batches`.
-        cross: "lagged", "trajectory" or "final" as above; "auto": "lagged" where v weighs samples and theta goes on from one
-            outer step to the next, otherwise "final".
+        cross: "lagged", "trajectory" or "final" as above; "auto": "lagged" where v weighs samples, the scores of the inner
+            steps' own passes tell the cross derivative, and theta goes on from one outer step to the next; otherwise "final".
         batches: fresh inner batches at the end of the inner loop, or "all" for one pass over the data: for the cross
             derivative of "final" and for the products of a refined solve. They are not drawn where neither needs them.
         warm_start: theta goes on from the last outer step; otherwise each inner loop begins where the first one did.
@@ -153,13 +156,22 @@ class NHGD(AbstractAlgorithm):
         """The inverse."""
         return self.inverse
 
+    @property
+    def not_repeatable(self) -> str | None:
+        """What reads numbers in its steps."""
+        if self.inner == "natural":
+            return "natural steps look at the loss after each of them"
+        if self.cross == "trajectory" or self.curvature == "fresh" or self.observe == "end":
+            return "only cross='lagged' and 'final', carried curvature and observe='all' are captured"
+        return None
+
     def init(self, loop: Loop) -> NHGDState:
         """Remember where theta starts, and how much of the inner steps the curvature takes."""
         if self.observe == "all" and self.inner == "optimizer" and self.curvature == "carried":
             calibrate(loop)  # otherwise there is little to save, or a step that uses the curvature at once
         marquardt = LevenbergMarquardt(self.natural_lr, self.natural_floor) if self.inner == "natural" else None
         # A natural step answers at once in every direction.
-        horizon = None if marquardt is not None else Horizon.start(loop.problem.theta.device, self.warm_start)
+        horizon = None if marquardt is not None else loop.horizon(self.warm_start)
         return NHGDState(loop.problem.theta.flat(), marquardt=marquardt, horizon=horizon)
 
     def step(self, loop: Loop, state: NHGDState) -> tuple[NHGDState, StepInfo]:
@@ -172,7 +184,8 @@ class NHGD(AbstractAlgorithm):
             loop.executor.start(inverse, loop.problem.theta)
         lagged = None
         if state.adjoint is not None and self._way(loop, state.recognition) == "lagged":
-            lagged = loop.lagged_cross(state.adjoint)
+            average = None if state.horizon is None else state.horizon.average
+            lagged = loop.lagged_cross(state.adjoint if average is None else average)
         visits: list[Visit] = []
         steps = (
             loop.settings.inner_steps if state.marquardt is None else self.natural_steps or loop.settings.inner_steps
@@ -203,7 +216,7 @@ class NHGD(AbstractAlgorithm):
         notes = {"inverse": inverse.name} | noted
         if state.marquardt is not None:
             notes |= {"damping": state.marquardt.damping, "taken_back": state.marquardt.taken_back}
-        info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, lag, notes)
+        info = StepInfo(found.value, tape.reading(torch.stack(losses).mean()), norm, lag, notes)
         loop.remarks["cross"] = {"way": way} | ({} if recognition is None else vars(recognition))
         return replace(state, adjoint=found.adjoint, recognition=recognition), info
 
@@ -216,7 +229,8 @@ class NHGD(AbstractAlgorithm):
     def _way(self, loop: Loop, recognition: Recognition | None) -> str:
         """Of taking the cross derivative."""
         if self.cross == "auto":
-            weighs = recognition is not None and recognition.role == "weights"
+            # Where another pass is needed in each inner step, many samples are not worth that much.
+            weighs = recognition is not None and recognition.role == "weights" and recognition.source == "scores"
             return "lagged" if weighs and self._may_lag(loop) else "final"
         return self.cross
 

@@ -91,7 +91,7 @@ class NHGDSingle(AbstractAlgorithm):
     def init(self, loop: Loop) -> NHGDSingleState:
         """Decide how much of the inner steps the curvature takes: ten of them count as an inner loop."""
         calibrate(loop, steps=10)
-        return NHGDSingleState(horizon=Horizon.start(loop.problem.theta.device))
+        return NHGDSingleState(horizon=loop.horizon())
 
     def step(self, loop: Loop, state: NHGDSingleState) -> tuple[NHGDSingleState, StepInfo]:
         """One iteration."""

@@ -8,6 +8,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.schedule import Schedule, as_schedule
@@ -56,6 +57,11 @@ class SOBA(AbstractAlgorithm):
     def __post_init__(self) -> None:
         check_rate(self.adjoint_lr)
 
+    @property
+    def not_repeatable(self) -> str | None:
+        """What reads numbers in its steps."""
+        return None
+
     def init(self, loop: Loop) -> SOBAState:
         """The adjoint begins at zero."""
         return SOBAState(torch.zeros_like(loop.problem.theta.flat()))
@@ -66,10 +72,10 @@ class SOBA(AbstractAlgorithm):
         value, gradient = at.live_gradient()
         outer = at.outer()
         product, cross = at.products(state.adjoint)
-        adjoint = state.adjoint - adjoint_rate(loop, self.adjoint_lr) * (product - outer.theta)
+        adjoint = state.adjoint - tape.on_device(adjoint_rate(loop, self.adjoint_lr)) * (product - outer.theta)
         loop.move_theta(gradient)
         norm = loop.move_v([f - c for f, c in zip(outer.v, cross, strict=True)])
-        return SOBAState(adjoint), StepInfo(float(outer.value), float(value), norm)
+        return SOBAState(adjoint), StepInfo(tape.reading(outer.value), tape.reading(value), norm)
 
 
 def check_rate(rate: float | Schedule | None) -> None:
@@ -80,4 +86,9 @@ def check_rate(rate: float | Schedule | None) -> None:
 
 def adjoint_rate(loop: Loop, rate: float | Schedule | None) -> float:
     """The step size of the adjoint now; None stands for that of theta."""
-    return loop.theta.rate(loop.clock) if rate is None else as_schedule(rate, "adjoint_lr").rate(loop.clock)
+    if tape.tape() is None:
+        return loop.theta.rate(loop.clock) if rate is None else as_schedule(rate, "adjoint_lr").rate(loop.clock)
+    if rate is None:
+        return loop.theta.scheduled_rate(loop.clock)
+    schedule = as_schedule(rate, "adjoint_lr")
+    return tape.number(lambda: schedule.rate(loop.clock))

@@ -70,10 +70,13 @@ class Checkpoints:
             with self.named_in_errors():
                 self.writer.write(progress)
 
-    def save_if_due(self, progress: Progress) -> None:
-        """Write one where it is time for it."""
-        if self.writer is not None and self.writer.due(progress.loop.clock.k):
-            self.save(progress)
+    def is_due(self, progress: Progress) -> bool:
+        """Whether it is time for one."""
+        return self.writer is not None and self.writer.due(progress.loop.clock.k)
+
+    def steps_to_next(self, step: int) -> int:
+        """How many outer steps may be taken before that is to be asked again."""
+        return 2**30 if self.writer is None else self.writer.steps_to_next(step)
 
     def save_unless_saved(self, progress: Progress) -> None:
         """Write one, unless the last one is of this very outer step."""

@@ -94,6 +94,10 @@ class CheckpointWriter:
         interval = max(CHECKPOINT_SECONDS, self._took / LARGEST_FRACTION) if self._seconds is None else self._seconds
         return time.monotonic() - self._written >= interval
 
+    def steps_to_next(self, step: int) -> int:
+        """How many outer steps there are until one is due by their number."""
+        return 2**30 if self._steps is None else self._steps - step % self._steps
+
     def write(self, progress: Progress) -> None:
         """Keep the run as it stands between two outer steps."""
         began = time.monotonic()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from nhgd import _tape as tape
 from nhgd._randomness import generators, set_generators
+from nhgd._tree import tensors
 from nhgd._validation import validated
 from nhgd.data.batch import Batch, fingerprint, first_bad, move
 from nhgd.data.device import usable_device
@@ -72,20 +74,58 @@ class Data:
         return -(-self.samples // self.batch)
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        columns = (*self.tensors, self._index)
-        places = range(0, self.samples, self.batch)
-        if not (self.shuffle and self.batch < self.samples):
-            for start in places:
-                yield tuple(t[start : start + self.batch] for t in columns)
-            return
-        order = torch.randperm(self.samples)
-        orders = {device: order.to(device) for device in {t.device for t in columns}}  # sent once a pass
-        for start in places:
-            yield tuple(_gathered(t, orders[t.device][start : start + self.batch]) for t in columns)
+        return Walk(self)
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """The tensors, and the index of each sample."""
+        return (*self.tensors, self._index)
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether a pass draws an order."""
+        return self.shuffle and self.batch < self.samples
+
+    def size(self, place: int) -> int:
+        """The samples of a batch, by its place in a pass."""
+        return min(self.batch, self.samples - place * self.batch)
 
     def take(self, index: Tensor) -> tuple[Tensor, ...]:
         """The samples with these indices, as one batch."""
         return tuple(t[index.to(t.device)] for t in (*self.tensors, self._index))
+
+
+class Walk(Iterator[tuple[Tensor, ...]]):
+    """One pass over `Data`."""
+
+    def __init__(self, data: Data) -> None:
+        self._data = data
+        self._place = 0
+        self._order: Tensor | None = None  # drawn when the first batch is asked for
+        self._orders: dict[torch.device, Tensor] = {}
+
+    def __next__(self) -> tuple[Tensor, ...]:
+        data, start = self._data, self._place * self._data.batch
+        self._step()
+        if self._order is None:
+            return tuple(t[start : start + data.batch] for t in data.columns)
+        if not self._orders:  # sent once a pass
+            self._orders = {device: self._order.to(device) for device in {t.device for t in data.columns}}
+        return tuple(_gathered(t, self._orders[t.device][start : start + data.batch]) for t in data.columns)
+
+    def next_index(self) -> Tensor:
+        """The samples of the next batch, in the host's memory, in place of the batch itself."""
+        start = self._place * self._data.batch
+        stop = min(start + self._data.batch, self._data.samples)
+        self._step()
+        return torch.arange(start, stop) if self._order is None else self._order[start:stop]
+
+    def _step(self) -> None:
+        if self._place * self._data.batch >= self._data.samples:
+            raise StopIteration
+        if self._place == 0 and self._data.shuffles:
+            self._order = torch.randperm(self._data.samples)
+        self._place += 1
 
 
 def _gathered(tensor: Tensor, index: Tensor) -> Tensor:
@@ -108,6 +148,12 @@ def _tensor(array: Any, device: torch.device | str | None) -> Tensor:
     return torch.as_tensor(found, device=device)
 
 
+class _Drawn(NamedTuple):
+    """The samples of a batch that nobody in the host's program has asked for yet."""
+
+    samples: Tensor
+
+
 class Stream:
     """An endless walk over a re-iterable loader, pass after pass, with batches moved to one device.
 
@@ -125,11 +171,27 @@ class Stream:
         self.device = device
         self.remember = remember
         self.passes = 0
-        self.last: Batch = None
+        self._last: Batch = None
         self._walk: Iterator[Batch] | None = None
         self._taken = 0
         self._start: dict[str, Any] | None = None
         self._before: dict[str, Any] | None = None
+
+    @property
+    def values(self) -> int | None:
+        """How many numbers a pass has in the smallest of its tensors, most often the labels; None where that would take a walk.
+
+        A DataLoader has one for each of its samples.
+        """
+        source = self.source
+        if isinstance(source, Data):
+            return min(t.numel() for t in source.tensors)
+        if isinstance(source, DataLoader):
+            return len(source.dataset) if isinstance(source.dataset, Sized) else None
+        if isinstance(source, (list, tuple)):
+            counts = [min((t.numel() for t in tensors(batch) if t.ndim), default=None) for batch in source]
+            return None if None in counts else sum(count for count in counts if count is not None)
+        return None
 
     def peek(self) -> Batch:
         """The first batch of a pass; the walk and torch's generator stay where they are."""
@@ -139,8 +201,73 @@ class Stream:
         finally:
             torch.set_rng_state(before)
 
+    @property
+    def last(self) -> Batch:
+        """The batch that was drawn last."""
+        if isinstance(self._last, _Drawn):
+            self._last = self.gathered(self._last.samples)
+        return self._last
+
     def next(self) -> Batch:
         """The next batch; a new pass begins when one ends."""
+        noting = tape.tape()
+        if noting is not None:
+            if self.is_constant:
+                tape.effect(lambda: self._advance(next))
+                return self.constant
+            return noting.batch(self)
+        return self._advance(next)
+
+    def next_index(self) -> Tensor:
+        """The samples of the next batch in place of the batch, where the source is `Data`."""
+
+        def drawn(walk: Iterator[Batch]) -> Batch:
+            assert isinstance(walk, Walk)
+            return _Drawn(walk.next_index())
+
+        found: _Drawn = self._advance(drawn)
+        return found.samples
+
+    def gathered(self, index: Tensor) -> Batch:
+        """The batch of some samples of `Data`."""
+        assert isinstance(self.source, Data)
+        at = {device: index.to(device) for device in {t.device for t in self.source.columns}}
+        columns = [_gathered(t, at[t.device]) for t in self.source.tensors]
+        return (*columns, at[self.source.columns[-1].device])  # the index of a sample is itself
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether there is one batch only, which is the same in every pass."""
+        source = self.source
+        return len(source) == 1 if type(source) in (Data, list, tuple) else False  # type: ignore[arg-type]
+
+    @property
+    def constant(self) -> Batch:
+        """The only batch."""
+        return next(iter(self.source))
+
+    def refusal(self) -> str | None:
+        """Why the batches of a captured step cannot be gathered on the device; None where they can."""
+        source = self.source
+        if self.is_constant:
+            found = list(tensors(self.constant))
+        elif isinstance(source, Data) and type(source).__iter__ is Data.__iter__:
+            found = list(source.columns)
+        else:
+            return f"{self.name} is no nhgd.Data, whose batches can be gathered on the device"
+        if any(t.device != self.device for t in found):
+            return f"{self.name} is not on {self.device}: give Data(..., device=...)"
+        return None
+
+    def sizes(self, count: int) -> tuple[int, ...]:
+        """The samples of the next batches."""
+        source = self.source
+        if self.is_constant or not isinstance(source, Data):
+            return ()
+        taken = self._taken if self._walk is not None else 0
+        return tuple(source.size((taken + i) % len(source)) for i in range(count))
+
+    def _advance(self, take: Callable[[Iterator[Batch]], Batch]) -> Batch:
         for _ in range(2):
             if self._walk is None:
                 self._start = self._drawn_from() if self.remember and self._may_draw else None
@@ -149,11 +276,14 @@ class Stream:
                 self.passes += 1
             if self.remember and not isinstance(self.source, (Data, list, tuple)):
                 self._before = self._drawn_from()
-            for batch in self._walk:
-                self._taken += 1
-                self.last = move(batch, self.device)
-                return self.last
-            self._walk = None
+            try:
+                batch = take(self._walk)
+            except StopIteration:
+                self._walk = None
+                continue
+            self._taken += 1
+            self._last = batch if isinstance(batch, _Drawn) else move(batch, self.device)
+            return self._last
         raise InputError(f"{self.name} yields no batch. Give it at least one, for example [(x, y)].")
 
     @property
@@ -224,8 +354,8 @@ class Stream:
                 batch = next(self._walk, None)
                 if batch is None:
                     break
-            self.last = move(batch, self.device)
-            if batch is None or fingerprint(self.last) != position["last"]:
+            self._last = move(batch, self.device)
+            if batch is None or fingerprint(self._last) != position["last"]:
                 raise InputError(
                     f"{self.name} does not give the batches again that the run was given: the data differ, or their order does"
                     " not come from torch's, NumPy's or Python's global generator. Give the same data, or use"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
+from nhgd import _tape as tape
 from nhgd.data_parallel import AbstractTeam
 from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
@@ -46,9 +47,15 @@ class Inline(AbstractExecutor):
     def submit(self, record: InnerRecord) -> None:
         """Fold the record in at once."""
         assert self.learner is not None
-        with self._busy.running():
-            taken = record if reduces(self.learner) else gathered(record)
+        taken = record if reduces(self.learner) else gathered(record)
+        if tape.tape() is None:
+            with self._busy.running():
+                self._state = self.learner.observe(self._state, taken)
+        else:
             self._state = self.learner.observe(self._state, taken)
+        tape.effect(self._count)
+
+    def _count(self) -> None:
         self.traffic.records += 1
 
     def state(self, wait: bool = False) -> tuple[Any, int]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd.data.batch import Batch
 from nhgd.errors import InverseWarning, percent
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
@@ -84,14 +85,22 @@ def implicit(
     x = x if adjust is None else adjust(x)
     # A number is asked for only once all work is under way: until then a device need not be waited for.
     leaves = [f - c for f, c in zip(outer.v, (cross or at.cross)(x), strict=True)]
-    if stats.residual is None and inverse.learner is not None and _suspicious(outer.theta, x):
-        stats = _with_residual(at, stats, outer.theta, x)
-    stats = replace(stats, trouble=_trouble(inverse, stats, outer.theta))
-    if complaints is not None:
-        complaints.about(stats)
-    elif stats.trouble is not None:
-        _warn(stats.trouble)
-    return Hypergradient(at.problem.v.like(leaves), float(outer.value), stats, leaves, x)
+    if stats.residual is None and inverse.learner is not None:
+        if tape.tape() is None:
+            if _vanished(len(x), *_lengths(outer.theta, x).tolist()):
+                stats = _with_residual(at, stats, outer.theta, x)
+        else:
+            tape.later(_leave_if_vanished, len(x), *map(tape.reading, _lengths(outer.theta, x)))
+
+    def looked_at(stats: SolveStats) -> SolveStats:
+        stats = replace(stats, trouble=_trouble(inverse, stats, outer.theta.dtype))
+        if complaints is not None:
+            complaints.about(stats)
+        elif stats.trouble is not None:
+            _warn(stats.trouble)
+        return stats
+
+    return Hypergradient(at.problem.v.like(leaves), tape.reading(outer.value), tape.later(looked_at, stats), leaves, x)
 
 
 def measured(at: Oracle, inverse: AbstractInverse, found: Hypergradient) -> Hypergradient:
@@ -104,7 +113,7 @@ def measured(at: Oracle, inverse: AbstractInverse, found: Hypergradient) -> Hype
     u = at.outer().theta
     stats = _with_residual(at, found.stats, u, found.adjoint)
     if stats.trouble is None and inverse.learner is not None:
-        stats = replace(stats, trouble=_trouble(inverse, stats, u))
+        stats = replace(stats, trouble=_trouble(inverse, stats, u.dtype))
         if stats.trouble is not None:
             _warn(stats.trouble)
     return replace(found, stats=stats)
@@ -115,19 +124,27 @@ def _with_residual(at: Oracle, stats: SolveStats, u: Tensor, x: Tensor) -> Solve
     return replace(stats, residual=residual, converged=stats.converged and residual <= POOR)
 
 
-def _suspicious(u: Tensor, x: Tensor) -> bool:
+def _lengths(u: Tensor, x: Tensor) -> Tensor:
+    u, x = u.double(), x.double()
+    return torch.stack([u.dot(u), u.dot(x), x.dot(x)])
+
+
+def _vanished(size: int, uu: float, ux: float, xx: float) -> bool:
     """Whether a learnt inverse may have learnt from gradients that vanish, so that one product is well spent.
 
     The mean squared gradient of a sample is the trace of the Fisher matrix. D times the curvature that the inverse found along
     x stands for it, because the default damping is a share of the mean diagonal; beside it stands the squared gradient of the
     outer loss. A large outer loss looks the same, which the product tells.
     """
-    u, x = u.double(), x.double()
-    uu, ux, xx = torch.stack([u.dot(u), u.dot(x), x.dot(x)]).tolist()
-    return bool(xx > 0 and len(u) * ux / xx < VANISHED * uu)
+    return bool(xx > 0 and size * ux / xx < VANISHED * uu)
 
 
-def _trouble(inverse: AbstractInverse, stats: SolveStats, u: Tensor) -> str | None:
+def _leave_if_vanished(size: int, uu: float, ux: float, xx: float) -> None:
+    if _vanished(size, uu, ux, xx):
+        raise tape.NotRepeatable("the gradients of the samples may have vanished, which a Hessian product has to tell")
+
+
+def _trouble(inverse: AbstractInverse, stats: SolveStats, dtype: torch.dtype) -> str | None:
     """What is wrong with the x of a solve, and what to do about it; None where nothing is known to be."""
     notes, residual = stats.notes, stats.residual
     outside = notes.get("outside", 0.0)
@@ -148,10 +165,10 @@ def _trouble(inverse: AbstractInverse, stats: SolveStats, u: Tensor) -> str | No
             f"{inverse.name} diverged: its residual grew to {residual:.2g}. Its step is too large for the curvature of"
             " this inner problem, or the Hessian is not positive definite. Lower the step, or use cg."
         )
-    if outside > torch.finfo(u.dtype).eps ** 0.5 or notes.get("cut", 0.0) > CUT:
-        digits = int(-math.log10(torch.finfo(u.dtype).eps))
+    if outside > torch.finfo(dtype).eps ** 0.5 or notes.get("cut", 0.0) > CUT:
+        digits = int(-math.log10(torch.finfo(dtype).eps))
         return (
-            f"The {matrix} is singular at this point, to the {digits} digits of {str(u.dtype).removeprefix('torch.')}, and"
+            f"The {matrix} is singular at this point, to the {digits} digits of {str(dtype).removeprefix('torch.')}, and"
             f" {percent(outside)} % of the outer gradient lies outside of its range: the outer loss depends on directions that"
             f" the inner problem leaves open, and {inverse.name} leaves them out{left}. Add l2, set damping, or let the"
             " products run over more data."

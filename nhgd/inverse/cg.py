@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd._validation import counted, not_negative
 from nhgd.inverse._krylov.pcg import pcg
 from nhgd.inverse._learned.damping import check_damping
@@ -66,7 +67,9 @@ class CG(Iterative):
         # Below this the recursion goes on in numbers too small to mean anything, until they vanish.
         tol = max(self.tol, torch.finfo(u.dtype).eps ** 2)
         x, residual, notes = pcg("CG", lambda x: self._product(oracle, x), u, self.steps, tol, start)
-        return x, SolveStats(residual, oracle.calls.hvps - before, residual <= tol, notes)
+        return x, SolveStats(
+            residual, oracle.calls.hvps - before, tape.later(lambda left: left <= tol, residual), notes
+        )
 
     def _product(self, oracle: Oracle, x: Tensor) -> Tensor:
         found = oracle.hvp(x)

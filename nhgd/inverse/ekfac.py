@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd.errors import InputError
 from nhgd.inverse._learned.eigenbasis import Basis, Solver, decompositions
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.kronecker_state import KroneckerState
+from nhgd.inverse._learned.layer_ridge import LayerRidge, Uneven
 from nhgd.inverse._learned.statistics import merge, second_moments
 from nhgd.record import LayerStatistics, batch_mean, pool_of
 
@@ -46,6 +48,10 @@ class EKFAC(AbstractKronecker[EKFACState]):
     is where the eigenvectors only changed their order or signs. After one batch M is exact; after several it is exact as
     long as the basis stayed the same.
 
+    A ridge that differs within a layer is no diagonal in that basis: it takes conjugate gradients, as in `KFAC`. Where it has
+    the form of rows times columns, over more than three decades, K-FAC's basis for that ridge preconditions them, if it costs
+    no more than they do.
+
     Args:
         damping, beta, fisher, factor_every, overhead, effort, dense_limit, dtype: as in `KFAC`.
         invert_every: observations from one basis to the next.
@@ -77,9 +83,11 @@ class EKFAC(AbstractKronecker[EKFACState]):
 
     def _refreshed(self, before: EKFACState, state: EKFACState, record: LayerStatistics, rate: float) -> EKFACState:
         bases, moments = dict(state.bases), dict(state.moments)
-        due = self._due(state)
+        due = self.is_due(state.observed)
         wanted = [name for name in state.inputs if due or name not in bases]
-        for name, new in decompositions(state, wanted, pool_of(record)).items():
+        pool = pool_of(record)
+        renewed = tape.island(lambda: decompositions(state, wanted, pool)) if wanted else {}
+        for name, new in renewed.items():
             old = bases.get(name)
             bases[name] = new._asdict()
             if old is not None:
@@ -99,6 +107,17 @@ class EKFAC(AbstractKronecker[EKFACState]):
 
     def _layer_solver(self, state: EKFACState, layer: str, extra: float) -> Solver:
         return Basis(**state.bases[layer]).solver("EKFAC", layer, state.moments[layer], extra)
+
+    def _uneven_solver(self, state: EKFACState, layer: str, ridge: LayerRidge, notes: dict[str, Any]) -> Solver:
+        basis, moments = Basis(**state.bases[layer]), state.moments[layer]
+        precondition: Solver | None = None
+        if ridge.separable and ridge.is_wide and ridge.pays(self._iterations):
+            new = ridge.basis(layer, *basis.factors(), basis)
+            near = ridge.solver(new, ridge.diagonal(new, basis, moments))
+            precondition = lambda y: basis.rotate(near(basis.back(y)))  # noqa: E731
+        averaged = basis.solver("EKFAC", layer, moments, ridge.mean)
+        system = Uneven(basis, moments, ridge.entries, precondition=precondition)
+        return system.solver(lambda: averaged, self._iterations, notes)
 
 
 def _carried(moments: Tensor, a: Tensor, g: Tensor, old: Basis, new: Basis) -> Tensor:

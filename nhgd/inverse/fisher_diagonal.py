@@ -12,7 +12,7 @@ from nhgd._validation import counted, positive
 from nhgd.errors import InputError
 from nhgd.inverse._learned.damping import Damping, resolve_damping
 from nhgd.inverse._learned.effort import Effort
-from nhgd.inverse._learned.periods import OVERHEAD, Periodic
+from nhgd.inverse._learned.periods import OVERHEAD, LayerMeans
 from nhgd.inverse._learned.state import State
 from nhgd.inverse._learned.statistics import (
     check_invertible,
@@ -41,7 +41,7 @@ class FisherDiagonalState(State):
 
 @final
 @dataclass(frozen=True)
-class FisherDiagonal(Periodic[FisherDiagonalState]):
+class FisherDiagonal(LayerMeans[FisherDiagonalState]):
     """The diagonal of the Fisher matrix, a running mean over the inner steps.
 
         f <- mean of mean_i w_i s_i^2 over the batches, entry by entry
@@ -136,22 +136,23 @@ class FisherDiagonal(Periodic[FisherDiagonalState]):
         samples = batch_samples(record)
         beta = self.beta if self.effort is None else self.effort.beta(self.beta, samples, state.observed)
         rate, mass = step_of_mean(state.mass, beta, samples)
-        diagonal = state.diagonal.lerp(batch, rate)
+        diagonal = state.diagonal.lerp(batch, rate.to(batch.dtype) if isinstance(rate, Tensor) else rate)
         of_batch = state.batch_objective or record.batch_objective
         return FisherDiagonalState(diagonal, state.starts, state.sizes, mass, of_batch, state.observed + 1)
 
     @torch.no_grad()
     def solve(self, state: FisherDiagonalState, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         """One division."""
-        if state.mass == 0:
+        if state.observed == 0:
             raise InputError(
                 "FisherDiagonal has observed no inner step yet, so there is nothing to invert. Run an inner step first, or"
                 " give inner_data."
             )
-        damping = resolve_damping(self.damping, ridge, float(state.diagonal.mean()))
+        damping = resolve_damping(self.damping, ridge, lambda: float(state.diagonal.mean()))
         shift = ridge.diagonal(len(state.diagonal), state.diagonal.dtype, state.diagonal.device)
         entries = state.diagonal + shift + damping
-        if not bool((shift + damping > 0).all()):
+        known = isinstance(ridge.value, float) and ridge.value + damping > 0
+        if not (known or bool((shift + damping > 0).all())):
             check_invertible("FisherDiagonal", "theta", entries)
         x = (u.to(entries.dtype) / entries).to(u.dtype)
         return x, SolveStats(None, 0, True, {"damping": damping} | statistics_note(state.batch_objective))

@@ -15,9 +15,11 @@ from nhgd._recording.accounting import held
 from nhgd._validation import positive
 from nhgd.errors import InputError, NonFiniteError
 from nhgd.inverse._learned.damping import Damping, check_damping, refuse_singular, resolve_damping
+from nhgd.inverse._learned.effort import Effort
 from nhgd.inverse._learned.gram import PIECE
+from nhgd.inverse._learned.periods import OVERHEAD, Periodic
 from nhgd.inverse._learned.ring import NewRows, WindowState, by_sample, factors_pay, fit, layer_rows, pairs
-from nhgd.inverse.base import Learned, SolveStats
+from nhgd.inverse.base import SolveStats
 from nhgd.record import (
     BatchGradient,
     FisherKind,
@@ -39,7 +41,7 @@ ROWS_AT_A_TIME = 512
 
 @final
 @dataclass(frozen=True)
-class FisherWindow(Learned[WindowState]):
+class FisherWindow(Periodic[WindowState]):
     """The Fisher matrix of the last samples, solved by their Gram matrix; never a D x D array.
 
     With the rows R of the samples in the window, their weights c and the shift s = 2 l2 + damping, a vector,
@@ -50,25 +52,32 @@ class FisherWindow(Learned[WindowState]):
         x = z - R^T sqrt(c) y / s
 
         weights="average":  c_j = 1 / n over the n samples in the window
-        weights="ema":      c_j proportional to beta^age / B for a sample of a batch of B, `age` steps old, with sum 1
+        weights="ema":      c_j proportional to beta^age / B for a sample of a batch of B, `age` records old, with sum 1
 
-    R R^T is kept and an inner step adds its own rows to it, against those stored. It serves every constant s; where the
+    R R^T is kept and a record adds its own rows to it, against those stored. It serves every constant s; where the
     ridge differs between parameters, R diag(1/s) R^T is formed in the solve. For Linear and Conv2d layers inputs and
     scores are kept in place of gradients wherever that is cheaper, and R R^T comes from their products. Nothing
     decays that should not: the damping is constant, and directions that no gradient visits get u / s.
 
     Args:
-        window: how many samples are kept; for records="batch", how many steps. For fisher="exact" a sample has a row for
-            each output.
+        window: how many samples are kept, at most; for records="batch", how many steps. For fisher="exact" a sample has a
+            row for each output.
         weights: "average" or "ema".
-        beta: what an EMA keeps each step, between 0 and 1.
+        beta: what an EMA keeps at each record, between 0 and 1.
         records: "layer" (layer inputs and scores; the same as "sample" where there are no layers), "sample" (per-sample
             gradients) or "batch" (the gradient of the batch without the ridge, scaled to estimate F near an inner
             optimum; equal weights only).
-        fisher: "empirical", "exact" or "sampled"; the last two need records other than "batch".
+        fisher: "empirical", "exact" or "sampled"; the last two need records other than "batch". "auto": where the problem has
+            a likelihood, "sampled", or in a run "exact" where the overhead pays for its roots, as it does for one output a
+            sample; else "empirical".
         damping: added to the diagonal beside the ridge. "auto": in a run, that of its horizon; elsewhere, and for None
             everywhere, nothing under a positive ridge and 1e-3 of the mean diagonal of F otherwise.
         allow_large: admit more than 20,000 rows; memory grows with their square and the solve with their cube.
+        overhead: in a run, the share of the inner loop that records and solves may take, of its gradients as of its cost by a
+            model of operations from shapes. Records are then of the last inner steps of a loop, and the window may hold
+            fewer samples; `effort` says what it came to, and so do the run's stats. None: every step is recorded, as
+            everywhere outside of a run.
+        effort: which steps are recorded, and how many samples are kept, where that is to be said; see `Effort`.
 
     >>> from nhgd.variable import Variable
     >>> inverse = FisherWindow(window=2, records="sample")
@@ -90,6 +99,8 @@ class FisherWindow(Learned[WindowState]):
     fisher: FisherKind = "empirical"
     damping: Damping = "auto"
     allow_large: bool = False
+    overhead: float | None = OVERHEAD
+    effort: Effort | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.window, bool) or not isinstance(self.window, int):
@@ -101,7 +112,9 @@ class FisherWindow(Learned[WindowState]):
                 " relative to the next: try 0.95, or use weights='average'."
             )
         check_damping("FisherWindow", self.damping)
-        if self.fisher != "empirical" and self.records == "batch":
+        if self.overhead is not None:
+            positive("FisherWindow", overhead=self.overhead)
+        if self.fisher in ("exact", "sampled") and self.records == "batch":
             raise InputError(
                 f"FisherWindow: fisher='{self.fisher}' needs per-sample quantities. Use records='layer' or 'sample'."
             )
@@ -122,6 +135,12 @@ class FisherWindow(Learned[WindowState]):
         """Whether its damping is "auto"."""
         return self.damping == "auto"
 
+    @property
+    def length(self) -> int:
+        """How many samples are kept: the window, or what a budget leaves of it."""
+        memory = None if self.effort is None else self.effort.memory
+        return self.window if memory is None else min(self.window, memory)
+
     def init(self, theta: Variable) -> WindowState:
         """An empty ring; its arrays are made when the first record shows their shapes."""
         places = theta.slices()
@@ -140,7 +159,7 @@ class FisherWindow(Learned[WindowState]):
         assert state.gram is not None
         assert state.stamps is not None
         assert state.shares is not None
-        kept = min(news.samples, self.window)
+        kept = min(news.samples, self.length)
         new = list(self._runs(state.position, kept))
         for stored, tensor in pairs(state, news):
             for places, samples in new:
@@ -148,10 +167,10 @@ class FisherWindow(Learned[WindowState]):
         for places, _ in new:
             state.stamps[places] = state.observed
             state.shares[places] = 1 / kept
-        filled = min(self.window, state.filled + kept)
-        position = (state.position + kept) % self.window
-        old = list(self._runs(position if filled == self.window else 0, filled - kept))
-        gram = state.gram.view(self.window, news.roots, self.window, news.roots)
+        filled = min(self.length, state.filled + kept)
+        position = (state.position + kept) % self.length
+        old = list(self._runs(position if filled == self.length else 0, filled - kept))
+        gram = state.gram.view(self.length, news.roots, self.length, news.roots)
         for places, found in self._products(state, [places for places, _ in new], filled, news.roots, pool_of(record)):
             gram[places, :, :filled] = found
             for others, _ in old:
@@ -160,7 +179,7 @@ class FisherWindow(Learned[WindowState]):
 
     def _runs(self, first: int, count: int) -> Iterator[tuple[slice, slice]]:
         """Where `count` samples from place `first` on lie in the ring, which may go round, and which of them these are."""
-        before_end = min(count, self.window - first)
+        before_end = min(count, self.length - first)
         for start, samples in ((first, slice(0, before_end)), (0, slice(before_end, count))):
             if samples.stop > samples.start:
                 yield slice(start, start + samples.stop - samples.start), samples
@@ -202,16 +221,16 @@ class FisherWindow(Learned[WindowState]):
 
     def _allocate(self, state: WindowState, news: NewRows) -> WindowState:
         device = next(iter((news.rows or news.inputs).values())).device
-        rows = self.window * news.roots
+        rows = self.length * news.roots
 
         def ring(tensor: Tensor) -> Tensor:
             dtype = torch.promote_types(tensor.dtype, torch.float32)
-            return torch.zeros(self.window, *tensor.shape[1:], dtype=dtype, device=device)
+            return torch.zeros(self.length, *tensor.shape[1:], dtype=dtype, device=device)
 
         return replace(
             state,
-            stamps=torch.zeros(self.window, dtype=torch.int64, device=device),
-            shares=torch.zeros(self.window, dtype=torch.float64, device=device),
+            stamps=torch.zeros(self.length, dtype=torch.int64, device=device),
+            shares=torch.zeros(self.length, dtype=torch.float64, device=device),
             gram=torch.zeros(rows, rows, dtype=torch.float64, device=device),
             rows={name: ring(t) for name, t in news.rows.items()},
             inputs={name: ring(t) for name, t in news.inputs.items()},
@@ -230,7 +249,7 @@ class FisherWindow(Learned[WindowState]):
             ages = (state.observed - 1 - state.stamps[: state.filled]).double()
             weights = self.beta**ages * state.shares[: state.filled]
             weights = weights / weights.sum()
-        return weights.repeat_interleave(len(state.gram) // self.window)
+        return weights.repeat_interleave(len(state.gram) // self.length)
 
     def solve(self, state: WindowState, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         """One Cholesky factorisation of a matrix with a row for each row of the window."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, final
 
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd._validation import counted, not_negative
 from nhgd.errors import InputError
 from nhgd.inverse._krylov.pcg import pcg
@@ -90,7 +91,8 @@ class Refined(AbstractInverse):
         precondition = preconditioner(self.inverse, state, oracle)
         x, residual, notes = pcg("Refined", product, u, self.steps, self.tol, start, precondition)
         notes["inverse"] = self.inverse.name
-        return x, SolveStats(residual, oracle.calls.hvps - before, residual <= self.tol, notes)
+        converged = tape.later(lambda left: left <= self.tol, residual)
+        return x, SolveStats(residual, oracle.calls.hvps - before, converged, notes)
 
     def memory(self, theta: Variable) -> int:
         """The inverse inside, x, r, z, p and Hp, and the best x and r."""

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
+from math import ceil
+from typing import Any
 
-from nhgd._budget import Budget, priced, prices_of
+import torch
+
+from nhgd._budget import Budget, Priced, passes_paid, prices_of
 from nhgd._cost import Operation, Shape
 from nhgd._recording.recorder import Recorder
 from nhgd._tree import map_tensors, tensors
 from nhgd.data.batch import Batch, common_length
-from nhgd.errors import NhgdError
+from nhgd.errors import InputError, NhgdError
 from nhgd.inverse._learned.periods import Periodic
-from nhgd.inverse.capabilities import with_learner
+from nhgd.inverse.capabilities import couples, with_learner
+from nhgd.inverse.fisher_window import MANY_ROWS, FisherWindow
 from nhgd.loop.loop import Loop
-from nhgd.objective import Objective
+from nhgd.objective import Objective, OracleCalls
 from nhgd.problem import Bilevel
 from nhgd.record import LayerStatistics
+
+REPEATED_CALL = 2e-6  # seconds of one operation of a captured step, beside its work
 
 
 def calibrate(loop: Loop, steps: int | None = None) -> None:
@@ -26,7 +34,7 @@ def calibrate(loop: Loop, steps: int | None = None) -> None:
 
     Args:
         loop: that a run has just begun.
-        steps: of an inner loop; None: the loop's own.
+        steps: that count as an inner loop, where a solve follows each of them; None: those of the loop's own.
     """
     inverse = loop.inverse
     learner = None if inverse is None else inverse.learner
@@ -35,19 +43,72 @@ def calibrate(loop: Loop, steps: int | None = None) -> None:
     problem = loop.problem
     batch = loop.inner.peek()  # the run itself draws as if nobody had looked; of a team, all draw the same
     device = problem.theta.device
+    prices = prices_of(device)
+    if loop.repeats:
+        prices = replace(prices, call=REPEATED_CALL)
+    count = loop.settings.inner_steps if steps is None else steps
     with problem.guarded(seed=0):
-        with priced(device) as found:
+        with Priced(prices) as found:
             Objective(problem, batch).step()
         samples = common_length(batch) or problem.losses(batch).values.numel()
-        shape = Shape.of(problem.theta, samples, places(problem, batch))
+        shape = Shape.of(problem.theta, samples, places(problem, batch), problem.ridge_coefficients())
+        learner, roots = of_all_roots(learner, problem, batch, passes_paid(learner.overhead, count))
+        passes = further_passes(learner, problem, batch)
+    if roots is not None:
+        shape = replace(shape, outputs=roots)
     numbers = sum(t.numel() for t in tensors(batch))
     beside = [Operation("pass", 4 * numbers), Operation("pass", 6 * shape.numel), Operation("call", times=30)]
-    prices = prices_of(device)
     inner = found.seconds + prices.of(beside, found.seconds)  # a batch is gathered, and theta moves
-    count = loop.settings.inner_steps if steps is None else steps
-    effort = Budget(shape, found.seconds, inner, count, prices).effort(learner)
-    if effort is not None:
+    taken = 1 if passes is None else passes
+    effort = Budget(shape, found.seconds, inner, count, prices, taken, single=steps is not None).effort(learner)
+    if effort is not None and loop.repeats and effort.every > count:  # always at the same steps of an inner loop
+        effort = replace(effort, every=count * ceil(effort.every / count))
+    if effort is not None or learner is not inverse.learner:
         loop.use(with_learner(inverse, replace(learner, **{"effort": effort})))
+
+
+def of_all_roots(learner: Periodic[Any], problem: Bilevel, batch: Batch, most: int) -> tuple[Periodic[Any], int | None]:
+    """A window that is to choose its Fisher matrix, with the exact one where a record of all roots takes so few passes.
+
+    With it the number of roots, where that is known. One root is the same as a random sign of it, and no noise at all.
+    """
+    if not isinstance(learner, FisherWindow) or learner.fisher != "auto" or learner.records == "batch":
+        return learner, None
+    roots = roots_of(problem, batch, max(1, min(most, MANY_ROWS // learner.window)))
+    if roots is None:
+        return learner, None
+    exact = replace(learner, fisher="exact")
+    passes = further_passes(exact, problem, batch)
+    return (exact, roots) if passes is not None and (roots == 1 or passes <= most) else (learner, None)
+
+
+def roots_of(problem: Bilevel, batch: Batch, most: int) -> int | None:
+    """How many roots the likelihood has for a sample, where it has no more outputs than so many; None elsewhere."""
+    if problem.likelihood is None:
+        return None
+    with torch.enable_grad():
+        losses = problem.losses(batch)
+        if losses.outputs is None or losses.outputs.numel() > most * len(losses.outputs):
+            return None
+        try:
+            return len(problem.likelihood.roots(losses.outputs, losses.values))
+        except (InputError, RuntimeError):  # a record that needs them will say why
+            return None
+
+
+def further_passes(learner: Periodic[Any], problem: Bilevel, batch: Batch) -> int | None:
+    """How many backward passes a record of a batch takes beside that of the inner step; None where it cannot be made."""
+    calls = OracleCalls()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run's own record will say it
+            recorder = Recorder(problem, learner.records, learner.fisher, calls, couples(learner))
+            recorder.step(batch)  # what is found out at the first one may change the others
+            first = calls.inner_gradients
+            recorder.step(batch)
+    except (NhgdError, RuntimeError, IndexError, ValueError):  # the run's own record will say why
+        return None
+    return calls.inner_gradients - first - 1
 
 
 def places(problem: Bilevel, batch: Batch) -> dict[str, int] | None:

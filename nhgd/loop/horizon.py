@@ -10,10 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd.oracle import Oracle
 
 MEMORY = 0.8  # of the running mean of cosines, for each outer step
 POWER = 0.75
+STEADY = 0.8  # the most that the running mean of adjoints keeps of itself
+UNDETERMINED = (
+    1e3  # outer steps for which v has persisted before a longer horizon is taken, where v has too many entries
+)
 LONGEST = (
     1e8,
     1e4,
@@ -45,6 +50,13 @@ class Horizon:
     (1 + rho) / (1 - rho) is how many steps a first-order autoregressive process remembers; the power keeps some distance to it,
     because an answer for too long a horizon costs more than one for too short.
 
+    Where v has more entries than the outer samples have labels, the outer loss does not determine it: a better answer fits those
+    samples sooner, and nothing else. Then m = max(1, (1 + rho) / (1 - rho) / 1000), that of unrolling until v has settled. And the
+    noise of outer batches and inner steps adds up in so many entries: cross derivatives that are taken inside the inner steps are
+    taken along the running mean of x, with rho as its memory, so that what persists is kept, and what is noise, or turns, is not:
+
+        average <- r average + (1 - r) x,     r = min(max(rho, 0), 0.8)
+
     Now and then, at most for a twentieth of the inner loop's work, Hessian products measure x against the damped system:
 
         w = (H + damping I) x,     residual = |w - u| / |u|
@@ -63,7 +75,9 @@ class Horizon:
     Attributes:
         cosine: the running mean, on the device of x; `rho` is its last reading.
         warm: whether theta goes on from one outer step to the next.
+        determined: whether the outer samples have at least as many labels as v has entries, or it is not known how many they have.
         adjoint: the last x.
+        average: the running mean of x, where v is not determined.
         trust, scale, correction: as above.
         poor, far: how many of the last ones in a row found x poor, and theta far from its inner optimum.
         steps: outer steps.
@@ -72,7 +86,9 @@ class Horizon:
 
     cosine: Tensor
     warm: bool = True
+    determined: bool = True
     adjoint: Tensor | None = None
+    average: Tensor | None = None
     rho: float = 0.0
     trust: float = 1.0
     scale: float = 1.0
@@ -84,9 +100,9 @@ class Horizon:
     steps: int = 0
 
     @classmethod
-    def start(cls, device: torch.device, warm: bool = True) -> Horizon:
+    def start(cls, device: torch.device, warm: bool = True, determined: bool = True) -> Horizon:
         """Before the first outer step of a run whose theta goes on from the last one, or does not."""
-        return cls(torch.zeros((), dtype=torch.float64, device=device), warm=warm)
+        return cls(torch.zeros((), dtype=torch.float64, device=device), warm=warm, determined=determined)
 
     @property
     def loops(self) -> float:
@@ -94,21 +110,38 @@ class Horizon:
         if not self.warm:
             return 1.0
         rho = min(max(self.rho, -0.9), 1 - 1e-12)
-        return float(((1 + rho) / (1 - rho)) ** POWER)
+        steps = (1 + rho) / (1 - rho)
+        return float(steps**POWER) if self.determined else max(1.0, steps / UNDETERMINED)
 
     def damping(self, travelled: float, ridge: bool) -> float:
         """For an inner loop whose step sizes sum to `travelled`, of a problem with a ridge or without one."""
         loops = min(self.loops, LONGEST[0 if ridge else 1])
         return self.trust / (travelled * loops) if travelled > 0 else 0.0
 
-    def observe(self, x: Tensor, step: int) -> None:
-        """Compare x with the last one. Numbers are read every few outer steps alone."""
+    def observe(self, x: Tensor) -> None:
+        """Compare x with the last one."""
         if self.adjoint is not None:
             a, b = x.double(), self.adjoint.double()
             size = a.norm() * b.norm()
             cosine = torch.where(size > 0, a.dot(b) / size, self.cosine)
             self.cosine = self.cosine.lerp(cosine, 1 - MEMORY)
         self.adjoint = x
+        if self.determined:
+            return
+        if self.average is None:
+            self.average = x
+        else:
+            kept = tape.on_device(tape.number(lambda: self.kept))
+            new = tape.on_device(tape.number(lambda: 1 - self.kept))
+            self.average = kept * self.average + new * x
+
+    @property
+    def kept(self) -> float:
+        """How much the running mean of x keeps of itself."""
+        return min(max(self.rho, 0.0), STEADY)
+
+    def read(self, step: int) -> None:
+        """The mean cosine, every few outer steps alone."""
         if step < EVERY or step % EVERY == EVERY - 1:
             self.rho = float(self.cosine)
 
@@ -125,11 +158,15 @@ class Horizon:
 
     def corrected(self, x: Tensor) -> Tensor:
         """The learnt inverse's x with the scale and the correction that are known."""
-        x = x if self.scale == 1.0 else x * self.scale
+        x = x if self.scale == 1.0 else x * tape.on_device(tape.number(lambda: self.scale))
         if self.correction is not None:
-            self.correction = self.correction * max(self.rho, 0.0)
+            self.correction = self.correction * tape.on_device(tape.number(lambda: max(self.rho, 0.0)))
             x = x + self.correction
         return x
+
+    def as_used(self, x: Tensor) -> Tensor:
+        """What the last outer step made of such an x, for whoever looks on: nothing changes."""
+        return self.scale * x if self.correction is None else self.scale * x + self.correction
 
     def measured(
         self, at: Oracle, u: Tensor, x: Tensor, solve: Callable[[Tensor], Tensor], gradient: Tensor | None
@@ -151,9 +188,25 @@ class Horizon:
         pairs += [(hz, hz), (hz, u)]
         numbers = [a.double().dot(b.double()) for a, b in pairs]
         numbers += [newton.double(), at.problem.theta.flat().double().norm()]
-        found: list[float] = torch.stack(numbers).tolist()
-        if not (found[0] > 0 and found[6] > 0 and all(map(math.isfinite, found))):
+        stacked, outcome = torch.stack(numbers), dict[str, Any]()
+
+        def look() -> None:
+            learnt = self._learnt(stacked.tolist(), persists, gradient is not None)
+            outcome.update(zip(("a", "b", "notes"), learnt, strict=True))
+
+        tape.island(look)
+        if tape.tape() is None and not outcome["notes"]:
             return x, {}
+        a = tape.on_device(tape.number(lambda: outcome["a"]))
+        b = tape.on_device(tape.number(lambda: outcome["b"]))
+        if persists:
+            self.correction = b * z if self.correction is None else a * self.correction + b * z
+        return a * x + b * z, tape.told(lambda: outcome["notes"])
+
+    def _learnt(self, found: list[float], persists: bool, moved: bool) -> tuple[float, float, dict[str, Any]]:
+        """a and b of the best a x + b z, and what is to be noted; nothing, where the numbers tell nothing."""
+        if not (found[0] > 0 and found[6] > 0 and all(map(math.isfinite, found))):
+            return 1.0, 0.0, {}
         uu, xu, xw, zu, xhz, zhz, xx, zz, xz, ww, wu, whz, hzhz, hzu, newton_length, length = found
         sound = xu > 0 and xw > 0
         gain = 2 - xw / xu if sound else -1.0
@@ -166,9 +219,6 @@ class Horizon:
         a, b = best_combination(xw, xhz, zhz, xu, zu) if persists else (xu / xw if sound else 1.0, 0.0)
         a, b = min(max(a, 1 / LENGTH), LENGTH), min(max(b, -LENGTH), LENGTH)
         self.scale = min(max(self.scale * a, 1 / LENGTH), LENGTH)
-        if persists:
-            self.correction = b * z if self.correction is None else a * self.correction + b * z
-        better = a * x + b * z
         left = a * a * ww + 2 * a * b * whz + b * b * hzhz - 2 * a * wu - 2 * b * hzu + uu
         residual = math.sqrt(max(left, 0.0) / uu)
         refined = math.sqrt(max(xx + 2 * xz + zz, 0.0) * xx)
@@ -176,7 +226,12 @@ class Horizon:
         self.poor = self.poor + 1 if gain < POOR else 0
         self.far = self.far + 1 if distance > FAR else 0
         notes = {"residual": residual, "cosine": (xx + xz) / refined if refined > 0 else 0.0}
-        return better, notes | ({} if gradient is None else {"inner_distance": distance})
+        return a, b, notes | ({"inner_distance": distance} if moved else {})
+
+    def course(self, step: int, inner_steps: int) -> tuple[Any, ...]:
+        """What decides which work an outer step takes here, beside numbers."""
+        known = self.scale == 1.0, self.correction is None, self.adjoint is None
+        return (self.due(step, inner_steps) and (2 if self.persists else 1), *known)
 
     def doubt(self, loss: float) -> str | None:
         """Why the hypergradient is not to be trusted, in a sentence with the remedy; None where nothing speaks against it."""

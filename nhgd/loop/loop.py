@@ -15,9 +15,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd import _threads as threads
+from nhgd._recording.recognition import Recognition, recognise
 from nhgd._recording.recorder import Recorder
-from nhgd._recording.weighing import LaggedCross, Recognition, Weighing
+from nhgd._recording.weighing import LaggedCross, Weighing
 from nhgd._tree import map_tensors
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import Data, Stream
@@ -75,6 +77,7 @@ class Loop:
         self.calls = OracleCalls()
         self.complaints = Complaints()
         self.clock = Clock()
+        self.repeats = False  # whether outer steps may be captured, and repeated without their Python
         self.remarks: dict[str, Any] = {}  # what the method has found out about the problem, for the run's stats
         self._threads: tuple[int, int] | None = (
             None  # CPU threads to compute on, and those that torch had at the choice
@@ -138,6 +141,11 @@ class Loop:
         if self._recording is not None and memory is not None:
             self._recording.recall(memory)
 
+    def horizon(self, warm: bool = True) -> Horizon:
+        """How far ahead the hypergradients of this run answer, before the first outer step."""
+        values, theta = self.outer.values, self.problem.theta
+        return Horizon.start(theta.device, warm, values is None or values >= self.problem.v.numel)
+
     def implicit(
         self,
         batches: Sequence[Batch],
@@ -157,7 +165,10 @@ class Loop:
         at = self.oracle(batches, self.outer.next())
         horizon = horizon if follows_horizon(self.inverse) else None
         if horizon is not None:
-            at.damp(horizon.damping(self.theta.travelled(), at.ridge.positive))
+            ahead, ridge = horizon, at.ridge.positive
+            if self.theta.asks_moments:
+                tape.island(lambda: None)  # until here all must have been done
+            at.damp(tape.number(lambda: ahead.damping(self.theta.travelled(), ridge)))
         try:
             outer = at.outer()
             along = None if cross is None else cross(at)
@@ -179,11 +190,16 @@ class Loop:
             solver = partial(preconditioner, inverse, curvature, at)
             adjust = partial(self._adjusted, horizon, at, outer.theta, solver, notes)
         made = implicit(at, inverse, curvature, start, along, outer, self.complaints, adjust)
-        notes = {"residual": made.stats.residual, "poor_solve": made.stats.trouble is not None} | notes
+        notes = {
+            "residual": tape.later(lambda stats: stats.residual, made.stats),
+            "poor_solve": tape.later(lambda stats: stats.trouble is not None, made.stats),
+        } | notes
         if horizon is not None and made.adjoint is not None:
-            notes |= {"damping": at.damping, "horizon": horizon.loops}
-            horizon.observe(made.adjoint, self.clock.k)
-            self.complaints.say(horizon.doubt(made.value))
+            ahead, damping = horizon, at.damping
+            notes |= {"damping": tape.told(lambda: tape.now(damping)), "horizon": tape.told(lambda: ahead.loops)}
+            horizon.observe(made.adjoint)
+            tape.at_end(lambda: ahead.read(self.clock.k))
+            tape.later(lambda value: self.complaints.say(ahead.doubt(value)), made.value)
         return made, lag, notes
 
     def _adjusted(
@@ -201,8 +217,13 @@ class Loop:
             return x
         gradient = None if self._gradient is None else self.problem.theta.flatten(self._gradient)
         better, found = horizon.measured(at, u, x, solver(), gradient)
-        notes |= found
+        notes |= found if isinstance(found, dict) else {tape.MORE: found}
         return better
+
+    @property
+    def _total(self) -> Any:
+        """Inner steps since the start of the run: a whole number, also where it is one of a captured step."""
+        return self.clock.total if tape.tape() is None else tape.number(lambda: float(self.clock.total))
 
     @property
     def weighing(self) -> Weighing:
@@ -213,7 +234,7 @@ class Loop:
 
     def recognise(self, in_step: bool) -> Recognition:
         """How v enters the last inner batch. `in_step`: the cross derivative is to come from inner steps."""
-        return self.weighing.recognise(self.objective(self.recent[-1]), in_step)
+        return recognise(self.weighing, self.objective(self.recent[-1]), in_step)
 
     def lagged_cross(self, x: Tensor) -> LaggedCross:
         """Takes the cross derivative along x from the inner steps it is handed to."""
@@ -238,7 +259,7 @@ class Loop:
 
     def seed(self) -> int:
         """A fresh seed for a pass that will be replayed."""
-        return int(torch.randint(2**31 - 1, ()))
+        return int(tape.number(lambda: int(torch.randint(2**31 - 1, ()))))
 
     def objective(self, batch: Batch, seed: int | None = None) -> Objective:
         """The inner objective on a batch. Whoever keeps it can have the same dropout again, at this point or at another.
@@ -277,7 +298,7 @@ class Loop:
         wanted = record and learner is not None and (always or needs_record(learner, self.clock.total))
         recorder = self._recording if wanted else None
         if recorder is not None and learner is not None:
-            recorder.sampling = None if always else sampling(learner, self.clock.total)
+            recorder.sampling = None if always else sampling(learner, self._total)
         if cross is None:
             found = objective.step(NO_TAP if recorder is None else recorder, self.calls)
         else:
@@ -312,8 +333,12 @@ class Loop:
 
     def tick(self) -> None:
         """One inner step was taken."""
-        self.clock.t += 1
-        self.clock.total += 1
+
+        def tick() -> None:
+            self.clock.t += 1
+            self.clock.total += 1
+
+        tape.effect(tick)
 
     def plain_rate(self, owner: str) -> float:
         """The size of the next inner step for a method that takes plain gradient steps; other optimisers are refused."""
@@ -365,18 +390,23 @@ class Loop:
         """One projected optimiser step on v along the hypergradient, clipped; its norm before. Non-finite ones are refused."""
         numbers = [torch.stack([g.double().norm() for g in gradient]).norm()]
         low = self.problem.lowest_weight()
+        tape.join()
         if low is not None:
             numbers.append(low.to(numbers[0]))
-        read: list[float] = torch.stack(numbers).tolist()  # in one transfer
-        norm = read[0]
-        if isinstance(self.executor, SupportsOverlap):
-            self.executor.raise_deferred()  # nothing is under way any more, because a number has come from the device
-        if norm != norm or norm == float("inf"):
-            raise NonFiniteError("the hypergradient")
-        check_weight(min(read[1:], default=None))
         clip = self.settings.outer_clip
-        if clip is not None and norm > clip:
-            gradient = [g * (clip / norm) for g in gradient]
+        if tape.tape() is not None:
+            norm: float = tape.later(_checked, *map(tape.reading, numbers))
+            if clip is not None:
+                least = torch.full_like(numbers[0], clip)
+                shorter = torch.where(numbers[0] > clip, least / numbers[0], 1.0)
+                gradient = [g * shorter for g in gradient]
+        else:
+            read: list[float] = torch.stack(numbers).tolist()  # in one transfer
+            if isinstance(self.executor, SupportsOverlap):
+                self.executor.raise_deferred()  # nothing is under way any more, because a number has come from the device
+            norm = _checked(*read)
+            if clip is not None and norm > clip:
+                gradient = [g * (clip / norm) for g in gradient]
         self.v.move(gradient, self.clock)
         self.project_v()
         return norm
@@ -387,14 +417,25 @@ class Loop:
 
     def begin(self) -> None:
         """A new outer step: the inner clock restarts and the executor is told."""
-        self.clock.t = 0
-        self.theta.depart()
+        tape.effect(self._begin_anew)
         self.recent.clear()
         self.problem.check_ridge()
         if (self.clock.k & (self.clock.k - 1) == 0 and self.clock.k > 0) or self.clock.k % 256 == 255:
             self.division.assert_equal()  # often at first, before time is spent on a run that will be refused at its end
         if self.inverse is not None:
             self.executor.begin()
+
+    def _begin_anew(self) -> None:
+        self.clock.t = 0
+        self.theta.depart()
+
+
+def _checked(norm: float, low: float | None = None) -> float:
+    """The norm of a hypergradient; refused are one that is not finite, and weights below 0."""
+    if norm != norm or norm == float("inf"):
+        raise NonFiniteError("the hypergradient")
+    check_weight(low)
+    return norm
 
 
 def _own(tensor: Tensor) -> Tensor:

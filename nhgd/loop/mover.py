@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
+from nhgd import _tape as tape
 from nhgd._validation import is_class, shown
 from nhgd.errors import InputError
 from nhgd.loop.settings import OptimizerFactory
-from nhgd.schedule import Clock, Rate, Schedule, as_schedule
+from nhgd.schedule import Clock, Constant, Rate, Schedule, as_schedule
 from nhgd.variable import Variable
 
 
@@ -26,6 +27,7 @@ class Mover:
         self.variable = variable
         self._travelled = 0.0
         leaves = list(variable.leaves)
+        self._is_own = not isinstance(optimizer, Optimizer)  # made here, for this run alone
         self.schedule: Schedule | None = None if rate is None else as_schedule(rate, f"{level}_lr")
         if optimizer is None or (is_class(optimizer) and issubclass(optimizer, Optimizer)):
             self.schedule = self.schedule or as_schedule(default, f"{level}_lr")
@@ -62,6 +64,11 @@ class Mover:
         """Begin to sum up step sizes."""
         self._travelled = 0.0
 
+    @property
+    def asks_moments(self) -> bool:
+        """Whether `travelled` reads what the optimiser keeps."""
+        return not isinstance(self.optimizer, SGD)
+
     def travelled(self) -> float:
         """The sum of the step sizes since the departure, as plain gradient steps would have to have them.
 
@@ -96,11 +103,14 @@ class Mover:
 
     def move(self, gradient: Sequence[Tensor], clock: Clock, closure: Callable[[], Tensor] | None = None) -> None:
         """One optimiser step along a gradient, one tensor a leaf. LBFGS asks `closure` for more of them."""
+        if tape.tape() is not None:
+            self._move_noted(gradient, clock)
+            return
         if self.schedule is not None:
             lr = self.schedule.rate(clock)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-        self._travelled += float(self.optimizer.param_groups[0]["lr"])
+        self._travel(float(self.optimizer.param_groups[0]["lr"]))
         self.give(gradient)
         if not isinstance(self.optimizer, LBFGS):
             self.optimizer.step()
@@ -113,6 +123,66 @@ class Mover:
             )
         for target in self._targets:
             target.grad = None
+
+    def _travel(self, lr: float) -> None:
+        self._travelled += tape.now(lr)
+
+    def _move_noted(self, gradient: Sequence[Tensor], clock: Clock) -> None:
+        """The same step where it is captured: a step size that follows a schedule is a number on the device."""
+        groups = self.optimizer.param_groups
+        lr = self.scheduled_rate(clock)
+        tape.effect(lambda: self._travel(lr))
+        self.give(gradient)
+        rate = tape.on_device(lr)
+        if isinstance(rate, Tensor) and type(self.optimizer) is SGD:
+            self._take_sgd_step(rate)
+        else:
+            for group in groups:
+                group["lr"] = rate.float() if isinstance(rate, Tensor) else lr
+            self.optimizer.step()
+        for group in groups:  # nothing else is to meet the number of this one step
+            group["lr"] = float(lr)
+        for target in self._targets:
+            target.grad = None
+
+    def scheduled_rate(self, clock: Clock) -> float:
+        """The step size now, in a step that is captured."""
+        if isinstance(self.schedule, Constant):
+            return self.rate(clock)
+        return tape.number(lambda: self.rate(clock))
+
+    @torch.no_grad()
+    def _take_sgd_step(self, rate: Tensor) -> None:
+        """What torch's own SGD does with a number."""
+        for group in self.optimizer.param_groups:
+            for target in group["params"]:
+                g = -target.grad if group["maximize"] else target.grad
+                if group["weight_decay"]:
+                    g = g.add(target, alpha=group["weight_decay"])
+                if group["momentum"]:
+                    moment = self.optimizer.state[target]["momentum_buffer"]
+                    moment.mul_(group["momentum"]).add_(g, alpha=1 - group["dampening"])
+                    g = g.add(moment, alpha=group["momentum"]) if group["nesterov"] else moment
+                target.addcmul_(g, -rate.to(target.dtype))
+
+    def prepare(self, wanted: bool = True) -> None:
+        """Let steps of an optimiser that was made here be captured, or not, where its class knows how; before the first of them."""
+        if self._is_own and self.variable.device.type == "cuda" and not self.optimizer.state:
+            given = self.optimizer.defaults.get("capturable", False)
+            for group in self.optimizer.param_groups:
+                if "capturable" in group:
+                    group["capturable"] = wanted or given
+
+    def refusal(self) -> str | None:
+        """Why steps of this optimiser cannot be captured; None where they can."""
+        kind = type(self.optimizer).__name__
+        if self.schedule is None and len({float(group["lr"]) for group in self.optimizer.param_groups}) > 1:
+            return f"{kind} has several step sizes for {self.variable.role}"
+        if type(self.optimizer) is SGD:
+            return None
+        if not all(group.get("capturable") for group in self.optimizer.param_groups):
+            return f"{kind} moves {self.variable.role}: make it with capturable=True, or use SGD"
+        return None
 
     def give(self, gradient: Sequence[Tensor]) -> None:
         """Put a gradient where the optimiser looks for it."""

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd.inverse._krylov.curvature import DirectionalCurvature
 from nhgd.inverse._krylov.least_residual import LeastResidual
+from nhgd.inverse._krylov.masked import masked
 
 Product: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -48,6 +50,8 @@ def pcg(
 
     References: J. Nocedal, S. J. Wright, Numerical Optimization, 2006, algorithms 5.2, 5.3 and 7.1 (negative curvature).
     """
+    if tape.tape() is not None:
+        return Iterate(*masked(owner, product, u, steps, tol, start, precondition))
     size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
     x, r = first_iterate(u, product, start)
     untouched = not bool(x.any())

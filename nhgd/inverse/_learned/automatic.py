@@ -11,8 +11,12 @@ from nhgd.variable import Variable
 
 
 def automatic(theta: Variable) -> KFAC | FisherWindow:
-    """K-FAC where theta is a module with a trainable Linear or Conv2d layer, the window elsewhere."""
-    return KFAC(fisher="auto") if theta.root is not None and layer_shapes(theta) else FisherWindow()
+    """K-FAC where theta is a module with a trainable Linear or Conv2d layer, the window elsewhere.
+
+    Both take a Fisher matrix of the model's own labels where the problem has a likelihood.
+    """
+    has_layers = theta.root is not None and layer_shapes(theta)
+    return KFAC(fisher="auto") if has_layers else FisherWindow(fisher="auto")
 
 
 def completed(inverse: AbstractInverse | None, refine: int, theta: Variable) -> AbstractInverse:

@@ -14,35 +14,53 @@ class Effort:
     Attributes:
         samples: of each batch that a record takes; None: all.
         places: of each sample that a record takes at a layer that sees more of them; None: all.
-        every: inner steps from one record to the next.
+        every, last: of each `every` inner steps the `last` are recorded; None: the first one.
         invert_every: observations from one decomposition of all factors to the next.
         small: factors of up to so many rows are decomposed at every observation.
-        memory: samples after which a running mean has forgotten; None: what `beta` says.
-        build_up: inner steps at the beginning that are all recorded, so that there is something to invert.
-        build_up_samples: of each batch in these steps; None: all, and all places.
+        memory: samples after which a running mean has forgotten, or that a window holds; None: what `beta` or `window` says.
+        build_up: inner steps at the beginning of which more are recorded, so that there is something to invert.
+        build_up_every, build_up_last: which of these, in the same way.
+        build_up_samples: of each batch in these records; None: all, and all places.
         invert_at: observations at the beginning at which all factors are decomposed; None: in the build-up they are in each
             solve, and nothing is kept.
+        iterations: of conjugate gradients at most, in a solve where the ridge differs within a layer; None: as many as are
+            taken outside of a run.
 
     >>> effort = Effort(samples=8, every=10, invert_every=5, build_up=20, build_up_samples=64, invert_at=(10, 22))
     >>> [step for step in range(50) if effort.records(step)] == [*range(20), 20, 30, 40]
     True
     >>> [seen for seen in range(1, 40) if effort.inverts(seen)]
     [10, 22, 27, 32, 37]
+    >>> ends = Effort(every=10, last=1, build_up=20, build_up_every=10, build_up_last=2)  # of inner loops of ten steps
+    >>> [step for step in range(50) if ends.records(step)], ends.observed_in_build_up
+    ([8, 9, 18, 19, 29, 39, 49], 4)
     """
 
     samples: int | None = None
     places: int | None = None
     every: int = 1
+    last: int | None = None
     invert_every: int = 1
     small: int = 0
     memory: int | None = None
     build_up: int = 0
+    build_up_every: int = 1
+    build_up_last: int | None = None
     build_up_samples: int | None = None
     invert_at: tuple[int, ...] | None = None
+    iterations: int | None = None
 
     def records(self, step: int) -> bool:
         """Whether an inner step, counted from 0 over the whole run, is recorded."""
-        return step < self.build_up or (step - self.build_up) % self.every == 0
+        building = step < self.build_up
+        every, last = (self.build_up_every, self.build_up_last) if building else (self.every, self.last)
+        place = (step if building else step - self.build_up) % every
+        return place == 0 if last is None else place >= every - last
+
+    @property
+    def observed_in_build_up(self) -> int:
+        """How many records the build-up has."""
+        return sum(map(self.records, range(self.build_up)))
 
     def sampling(self, step: int) -> Sampling | None:
         """What is taken of the record of an inner step; None: everything."""
@@ -53,12 +71,13 @@ class Effort:
 
     def in_full(self, observed: int) -> bool:
         """Whether the last of so many observations was taken in full, and is decomposed in each solve."""
-        return observed <= self.build_up and self.invert_at is None
+        return observed <= self.observed_in_build_up and self.invert_at is None
 
     def inverts(self, observed: int) -> bool:
         """Whether all factors are decomposed at this observation, counted from 1."""
         if self.invert_at is None:  # nothing was kept until then, so the first one after it is due
-            return observed > self.build_up and (observed - self.build_up - 1) % self.invert_every == 0
+            later = observed - self.observed_in_build_up
+            return later > 0 and (later - 1) % self.invert_every == 0
         last = max(self.invert_at, default=0)
         return observed in self.invert_at or (observed > last and (observed - last) % self.invert_every == 0)
 

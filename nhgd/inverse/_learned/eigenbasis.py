@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd.errors import NonFiniteError
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.statistics import check_invertible
@@ -33,9 +34,18 @@ class Basis(NamedTuple):
         """The way back from the eigenbasis."""
         return self.score_vectors @ matrix @ self.input_vectors.mT
 
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A and G, as they were decomposed."""
+        q_a, q_g = self.input_vectors, self.score_vectors
+        return q_a * self.input_values[:, None] @ q_a.mT, q_g * self.score_values[:, None] @ q_g.mT
+
+    def products(self) -> Tensor:
+        """The eigenvalues g_i a_j of A (x) G, (G, out, in)."""
+        return self.score_values[:, :, None] * self.input_values[:, None, :]
+
     def solver(self, owner: str, layer: str, values: Tensor, extra: float) -> Solver:
         """b -> (F + extra I)^{-1} b for matrices b, (G, out, in), where F has these eigenvalues, (G, out, in), in this basis."""
-        shifted = values + extra
+        shifted = values + tape.on_device(extra)
         if not extra > 0:
             check_invertible(owner, layer, shifted)
         return lambda b: self.back(self.rotate(b) / shifted)
@@ -151,16 +161,22 @@ def decompositions(state: KroneckerState, layers: Iterable[str], pool: Pool | No
 @torch.no_grad()
 def refreshed(state: KroneckerState, small: int) -> dict[str, dict[str, Tensor]]:
     """The bases that a state keeps, with those of factors of at most so many rows made anew."""
-    found = {}
-    for layer, kept in state.bases.items():
-        a, g = state.factors(layer)
-        new = dict(kept)
-        for side, factor in (("input", a), ("score", g)):
-            if factor.shape[1] <= small:
-                values, new[f"{side}_vectors"] = eigenvalues(layer, factor)
-                new[f"{side}_values"] = values.clamp_min(0)
-        found[layer] = new
-    return found
+    factors = {layer: dict(zip(("input", "score"), state.factors(layer), strict=True)) for layer in state.bases}
+
+    def renewed() -> dict[str, dict[str, Tensor]]:
+        found: dict[str, dict[str, Tensor]] = {}
+        for layer, sides in factors.items():
+            new = found[layer] = {}
+            for side, factor in sides.items():
+                if factor.shape[1] <= small:
+                    values, new[f"{side}_vectors"] = eigenvalues(layer, factor)
+                    new[f"{side}_values"] = values.clamp_min(0)
+        return found
+
+    if all(factor.shape[1] > small for sides in factors.values() for factor in sides.values()):
+        return state.bases
+    found = tape.island(renewed)
+    return {layer: kept | found[layer] for layer, kept in state.bases.items()}
 
 
 def block_solver(owner: str, name: str, block: Tensor, extra: Tensor) -> Solver:
@@ -168,11 +184,11 @@ def block_solver(owner: str, name: str, block: Tensor, extra: Tensor) -> Solver:
     lowest = extra.min()
     if block.ndim == 1:
         entries = block + extra
-        if not lowest > 0:
+        if not (tape.tape() is not None or lowest > 0):
             check_invertible(owner, name, entries)
         return lambda b: b / entries
-    values, vectors = eigenvalues(name, block + torch.diag(extra))
-    if not lowest > 0:
+    values, vectors = tape.island(lambda: eigenvalues(name, block + torch.diag(extra)))
+    if not (tape.tape() is not None or lowest > 0):
         check_invertible(owner, name, values)
     values = values.clamp_min(lowest)  # below it is rounding
     return lambda b: vectors @ ((vectors.T @ b) / values)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd._validation import not_negative, positive
 from nhgd.errors import InputError
 from nhgd.inverse._learned.damping import Damping, resolve_damping
@@ -17,10 +18,11 @@ from nhgd.inverse._learned.effort import Effort
 from nhgd.inverse._learned.eigenbasis import Solver, block_solver
 from nhgd.inverse._learned.graph import Graphable
 from nhgd.inverse._learned.kronecker_state import KroneckerState
+from nhgd.inverse._learned.layer_ridge import ITERATIONS, LayerRidge
 from nhgd.inverse._learned.layers import layer_shapes
-from nhgd.inverse._learned.periods import OVERHEAD, Periodic
+from nhgd.inverse._learned.periods import OVERHEAD, LayerMeans
 from nhgd.inverse._learned.statistics import check_statistics, merge, statistics_note, step_of_mean
-from nhgd.inverse.base import SolveStats
+from nhgd.inverse.base import POOR, SolveStats
 from nhgd.record import (
     FisherKind,
     InnerRecord,
@@ -43,7 +45,7 @@ class BatchStatistics(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AbstractKronecker(Periodic[T]):
+class AbstractKronecker(LayerMeans[T]):
     """An inverse of the Fisher matrix, layer by layer, in or near the eigenbasis of two Kronecker factors."""
 
     moments: ClassVar[int]  # vectors as long as theta in the state, twice while a batch is folded in
@@ -155,15 +157,15 @@ class AbstractKronecker(Periodic[T]):
     def _refreshed(self, before: T, state: T, record: LayerStatistics, rate: float) -> T:
         """The state, whose factors hold the batch already, with all else brought up to date where due."""
 
-    def _due(self, state: KroneckerState) -> bool:
+    def is_due(self, observed: int) -> bool:
         """Whether eigendecompositions are made at this observation: the first, and one in each period, at its phase.
 
         Within a budget the effort says when, but for observations that are taken in full.
         """
-        if self.effort is not None and not self.effort.in_full(state.observed):
-            return self.effort.inverts(state.observed)
+        if self.effort is not None and not self.effort.in_full(observed):
+            return self.effort.inverts(observed)
         period = self.invert_every
-        return period is not None and (state.observed == 1 or (state.observed - self.invert_phase) % period == 0)
+        return period is not None and (observed == 1 or (observed - self.invert_phase) % period == 0)
 
     def _precision(self, tensor: Tensor) -> torch.dtype:
         return self.dtype or torch.promote_types(tensor.dtype, torch.float32)
@@ -195,7 +197,8 @@ class AbstractKronecker(Periodic[T]):
     def solve(self, state: T, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         """Layer by layer, then the parameters outside."""
         apply, notes = self._prepared(state, ridge)
-        return apply(u), SolveStats(None, 0, True, notes)
+        x = apply(u)  # which may add to the notes
+        return x, SolveStats(None, 0, notes.get("ridge_residual", 0.0) <= POOR, notes)
 
     def operator(self, state: T, ridge: Ridge) -> Callable[[Tensor], Tensor]:
         """u -> x, with the eigendecompositions made once."""
@@ -210,23 +213,23 @@ class AbstractKronecker(Periodic[T]):
                 " first, or give inner_data."
             )
         shift = ridge.value
+        if tape.tape() is not None and not isinstance(shift, float):
+            raise tape.NotRepeatable("the ridge is no single number")
         low, high = (shift, shift) if isinstance(shift, float) else (float(r) for r in shift.aminmax())
         damping = resolve_damping(self.damping, ridge, lambda: self.mean_diagonal(state))
         notes: dict[str, Any] = {"damping": damping} | statistics_note(state.batch_objective)
         layers: dict[str, Solver] = {}
         for layer in state.inputs:
-            mean = low
-            if isinstance(shift, Tensor) and low != high:
-                own = state.gather(layer, shift)
-                mean = float(own.mean())
-                if bool((own != own.flatten()[0]).any()):
-                    notes["ridge"] = "averaged over layers"
-            layers[layer] = self._layer_solver(state, layer, mean + damping)
+            own = low if isinstance(shift, float) or low == high else self._own_ridge(state, layer, shift, damping)
+            if isinstance(own, LayerRidge):
+                layers[layer] = self._uneven_solver(state, layer, own, notes)
+            else:
+                layers[layer] = self._layer_solver(state, layer, own + damping)
         blocks: dict[str, Solver] = {}
         for name, block in state.blocks.items():
             notes.setdefault("others", {})[name] = "dense" if block.ndim == 2 else "diagonal"
             if isinstance(shift, float):
-                extra = block.new_full((len(block),), shift) + damping
+                extra = Ridge(shift).diagonal(len(block), block.dtype, block.device) + damping
             else:
                 extra = shift[state.place(name)].to(block.dtype) + damping
             blocks[name] = block_solver(type(self).__name__, name, block, extra)
@@ -244,6 +247,18 @@ class AbstractKronecker(Periodic[T]):
 
         return apply, notes
 
+    def _own_ridge(self, state: T, layer: str, shift: Tensor, damping: float) -> LayerRidge | float:
+        """The ridge of a layer: with damping where it differs within it, or one number without."""
+        own = state.gather(layer, shift).to(state.inputs[layer].dtype)
+        found = LayerRidge.of(own)
+        return LayerRidge.of(own + damping) if damping and isinstance(found, LayerRidge) else found
+
+    @property
+    def _iterations(self) -> int:
+        """Of conjugate gradients at most, where a ridge needs them."""
+        allowed = None if self.effort is None else self.effort.iterations
+        return ITERATIONS if allowed is None else allowed
+
     def mean_diagonal(self, state: T) -> float:
         """The mean diagonal entry of F over the whole model."""
         layers = sum(float(self._trace(state, layer)) for layer in state.inputs)
@@ -258,8 +273,15 @@ class AbstractKronecker(Periodic[T]):
     def _layer_solver(self, state: T, layer: str, extra: float) -> Solver:
         """b -> (F_layer + extra I)^{-1} b for matrices b, (G, out, in)."""
 
+    @abstractmethod
+    def _uneven_solver(self, state: T, layer: str, ridge: LayerRidge, notes: dict[str, Any]) -> Solver:
+        """b -> (F_layer + R)^{-1} b where ridge and damping R differ within the layer; how it went is noted at each solve."""
+
     def memory(self, theta: Variable) -> int:
-        """Factors, twice while a batch is folded in, eigenvectors and what finding them takes, blocks, moments, three vectors."""
+        """Factors, twice while a batch is folded in, eigenvectors and what finding them takes, blocks, moments, three vectors.
+
+        A solve with a ridge that differs within layers holds a dozen vectors more, and bases of its own.
+        """
         size = (self.dtype or torch.promote_types(theta.dtype, torch.float32)).itemsize
         layers = layer_shapes(theta)
         covered = {name for names in layers for name in names}

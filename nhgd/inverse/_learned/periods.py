@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nhgd._recording.sampling import Sampling
 from nhgd.inverse._learned.effort import Effort
@@ -17,30 +17,12 @@ OVERHEAD = 0.1  # of the inner loop, by default
 
 @dataclass(frozen=True)
 class Periodic(Learned[S]):
-    """Running means of layer statistics, learnt every so many steps, as it is told or as an `overhead` allows.
-
-    Each layer, or each parameter, has a block of its own.
-    """
+    """A learned inverse that takes a record every so many steps, as it is told or as an `overhead` allows."""
 
     @property
-    def records(self) -> RecordKind:
-        """Inputs and scores of the layers."""
-        return "layer"
-
-    @property
-    def reduces(self) -> bool:
-        """Means over samples are all it takes of a batch."""
-        return True
-
-    @property
-    def couples(self) -> bool:
-        """No product of two blocks is taken."""
-        return False
-
-    @property
-    @abstractmethod
     def factor_every(self) -> int:
-        """Inner steps from one record to the next."""
+        """Inner steps from one record to the next, where no effort says which."""
+        return 1
 
     @property
     @abstractmethod
@@ -56,6 +38,43 @@ class Periodic(Learned[S]):
         """Every `factor_every`-th step, or as the effort says."""
         return step % self.factor_every == 0 if self.effort is None else self.effort.records(step)
 
+    def course(self, first: int, steps: int, observed: int) -> tuple[Any, ...]:
+        """What decides which work some inner steps take here, after so many observations, beside numbers."""
+        found: list[Any] = []
+        for step in range(first, first + steps):
+            if not self.needs_record(step):
+                found.append(None)
+                continue
+            observed += 1
+            taken = self.sampling(step)
+            full = self.effort is not None and self.effort.in_full(observed)
+            found.append((taken and taken[:2], full, self.is_due(observed)))
+        return tuple(found)
+
+    def is_due(self, observed: int) -> bool:
+        """Whether more than usual is done at this observation."""
+        return False
+
     def sampling(self, step: int) -> Sampling | None:
         """As the effort says."""
         return None if self.effort is None else self.effort.sampling(step)
+
+
+@dataclass(frozen=True)
+class LayerMeans(Periodic[S]):
+    """Running means of layer statistics. Each layer, or each parameter, has a block of its own."""
+
+    @property
+    def records(self) -> RecordKind:
+        """Inputs and scores of the layers."""
+        return "layer"
+
+    @property
+    def reduces(self) -> bool:
+        """Means over samples are all it takes of a batch."""
+        return True
+
+    @property
+    def couples(self) -> bool:
+        """No product of two blocks is taken."""
+        return False

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from nhgd.errors import InputError
 from nhgd.inverse._learned.damping import Damping, check_damping
 from nhgd.record import BATCH_OBJECTIVE
+
+M = TypeVar("M", float, Tensor)  # a tensor where a step of a run is captured
 
 
 def check_statistics(owner: str, damping: Damping, beta: float | None, dtype: torch.dtype | None) -> None:
@@ -27,7 +31,7 @@ def statistics_note(batch_objective: bool) -> dict[str, str]:
     return {"statistics": BATCH_OBJECTIVE} if batch_objective else {}
 
 
-def step_of_mean(mass: float, beta: float | None, samples: int) -> tuple[float, float]:
+def step_of_mean(mass: M, beta: float | None, samples: int) -> tuple[M, M]:
     """How far a running mean moves towards the next batch, and the mass it then has.
 
     With beta None every sample counts the same. Otherwise every batch does, and batches fade by beta: moving by
@@ -38,14 +42,19 @@ def step_of_mean(mass: float, beta: float | None, samples: int) -> tuple[float, 
     (1.0, 0.667)
     """
     gain, kept = (float(samples), mass) if beta is None else (1 - beta, beta * mass)
+    if isinstance(mass, Tensor):  # one divided by a tensor is rounded twice
+        return torch.full_like(mass, gain) / (kept + gain), kept + gain
     return gain / (kept + gain), kept + gain
 
 
-def merge(means: dict[str, Tensor], batch: dict[str, Tensor], rate: float) -> dict[str, Tensor]:
+def merge(means: dict[str, Tensor], batch: dict[str, Tensor], rate: float | Tensor) -> dict[str, Tensor]:
     """Running means moved towards a batch, as new tensors. What only one of the two holds was zero in the other."""
     both = [n for n in means if n in batch]
     # One call for all of them: on a GPU the launches of many small ones take longer than the work.
-    moved = torch._foreach_lerp([means[n] for n in both], [batch[n] for n in both], rate) if both else []
+    if isinstance(rate, Tensor):
+        moved = [means[n].lerp(batch[n], rate.to(means[n].dtype)) for n in both]
+    else:
+        moved = list(torch._foreach_lerp([means[n] for n in both], [batch[n] for n in both], rate)) if both else []
     lerped = dict(zip(both, moved, strict=True))
     found = {n: lerped[n] if n in lerped else mean * (1 - rate) for n, mean in means.items()}
     return found | {n: value * rate for n, value in batch.items() if n not in means}

@@ -1,0 +1,42 @@
+"""Whether the functions of a problem draw random numbers, which captured work could not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nhgd._randomness import standing
+from nhgd.problem import Bilevel
+
+
+class Draws:
+    """Inside, calls of inner() and outer() are watched.
+
+    Attributes:
+        seen: who drew, in a sentence; None while nobody was seen to.
+    """
+
+    def __init__(self, problem: Bilevel) -> None:
+        self._problem = problem
+        self._inner, self._outer = problem.inner, problem.outer
+        self.seen: str | None = None
+
+    def __enter__(self) -> Draws:
+        self._problem.inner = self._watched(self._inner, "inner()")
+        self._problem.outer = self._watched(self._outer, "outer()")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._problem.inner, self._problem.outer = self._inner, self._outer
+
+    def _watched(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        device = self._problem.theta.device
+
+        def call(*arguments: Any) -> Any:
+            before = standing(device)
+            found = function(*arguments)
+            if standing(device) != before:
+                self.seen = f"{name} draws random numbers, such as those of dropout"
+            return found
+
+        return call
