@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from nhgd import schedule as schedule
     from nhgd import stop as stop
     from nhgd import task as task
+    from nhgd._along import AlongReport as AlongReport
+    from nhgd._along import check_along as check_along
     from nhgd._check import Report as Report
     from nhgd._check import check as check
     from nhgd._observing import observing as observing
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AlongReport",
     "Bilevel",
     "Data",
     "DatasetDistiller",
@@ -62,6 +65,7 @@ __all__ = [
     "Solver",
     "algorithm",
     "check",
+    "check_along",
     "execution",
     "hypergradient",
     "hypergradients",
@@ -76,6 +80,7 @@ __all__ = [
 
 # Where the names are that are not modules themselves.
 _HOMES = {
+    "_along": ("AlongReport", "check_along"),
     "_check": ("Report", "check"),
     "data": ("Data",),
     "errors": ("InputError", "InverseWarning", "NhgdError", "NonFiniteError", "RunError"),

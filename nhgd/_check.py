@@ -162,23 +162,14 @@ def _report(
     outer_batch = move(one_batch(outer_batch, "outer_batch"), device)
     problem.validate(batches[0], outer_batch)
     size = problem.theta.numel
-    known = [name for name in INVERSES if name != "exact" or size <= EXACT_BELOW]
-    asked = (
-        known if inverses is None else [inverses] if isinstance(inverses, (str, AbstractInverse)) else list(inverses)
-    )
-    if not asked:
-        raise InputError("inverses is empty. Name some, for example ['kfac', 'cg'], or omit it for all of them.")
-    chosen = [resolve(i) for i in asked]
-    labels = [i if isinstance(i, str) else label(i) for i in asked]
-    # Two of one kind are told apart by their settings.
-    names = [n if labels.count(n) == 1 else repr(i) for n, i in zip(labels, asked, strict=True)]
+    chosen = named(inverses, size)
 
     at = Oracle(problem, batches, outer_batch, seed)
     with bar("check", progress) as tick:
         found = diagnosed(at, batches, seed, dense_below, tick)
         rows = []
-        for count, (name, inverse) in enumerate(zip(names, chosen, strict=True)):
-            tick(0.5 + 0.5 * count / len(names), name)
+        for count, (name, inverse) in enumerate(chosen):
+            tick(0.5 + 0.5 * count / len(chosen), name)
             rows.append(_row(name, inverse, problem, batches, training_batches, outer_batch, found.hypergradient, seed))
         tick(1.0, "")
     return Report(
@@ -190,6 +181,21 @@ def _report(
         found.apart,
         [*advice(found, size), *_of_statistics(rows)],
     )
+
+
+def named(
+    inverses: str | AbstractInverse | Sequence[str | AbstractInverse] | None, size: int
+) -> list[tuple[str, AbstractInverse]]:
+    """The inverses that were asked for, with names that tell them apart; by default those that suit so many parameters."""
+    known = [name for name in INVERSES if name != "exact" or size <= EXACT_BELOW]
+    asked = (
+        known if inverses is None else [inverses] if isinstance(inverses, (str, AbstractInverse)) else list(inverses)
+    )
+    if not asked:
+        raise InputError("inverses is empty. Name some, for example ['kfac', 'cg'], or omit it for all of them.")
+    labels = [i if isinstance(i, str) else label(i) for i in asked]
+    # Two of one kind are told apart by their settings.
+    return [(n if labels.count(n) == 1 else repr(i), resolve(i)) for n, i in zip(labels, asked, strict=True)]
 
 
 def _of_statistics(rows: list[dict[str, Any]]) -> list[str]:
@@ -238,7 +244,7 @@ def _row(
     stats = found.stats
     return (
         row
-        | _compared(flat(found.leaves), exact)
+        | compared(flat(found.leaves), exact)
         | {
             "milliseconds": 1e3 * seconds,
             "megabytes": peak.bytes / 1e6,
@@ -251,7 +257,7 @@ def _row(
     )
 
 
-def _compared(a: Tensor, exact: Tensor | None) -> dict[str, float | None]:
+def compared(a: Tensor, exact: Tensor | None) -> dict[str, float | None]:
     """Cosine and relative error of one vector to the exact one. A vector of length 0 has no direction and no parts."""
     if exact is None:
         return {"cosine": None, "relative_error": None}

@@ -62,14 +62,29 @@ class Reference(Protocol):
         """The solution for one right-hand side."""
         ...
 
+    def damped(self, damping: float) -> Reference:
+        """Solves (H + damping I) x = u at the same point."""
+        ...
+
+
+def reference(
+    at: Oracle, batches: Sequence[Batch], seed: int, dense_below: int, tick: Callable[[float], None]
+) -> Reference:
+    """By the dense Hessian up to so many parameters, else by products."""
+    size = at.problem.theta.numel
+    if size <= dense_below:
+        return Dense(dense(at, tick), at.problem.theta.dtype)
+    return ByProducts(at, batches, seed, tick, min(20 * size, 5000))
+
 
 class Dense:
     """By the eigenvalues of the dense Hessian, or by Cholesky where it is clearly positive definite."""
 
     method = "dense solve"
 
-    def __init__(self, at: Oracle, tick: Callable[[float], None]) -> None:
-        self._found = Factorised(dense(at, tick), at.problem.theta.dtype)
+    def __init__(self, hessian: Tensor, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._found = Factorised(hessian, dtype)
         self.negative: bool | None = self._found.negative
         self.singular: bool | None = self._found.null > 0
         self.null: int | None = self._found.null
@@ -81,6 +96,12 @@ class Dense:
         x, residual, outside = self._found.solve(u)
         error = max(residual**2 - outside**2, 0.0) ** 0.5
         return ReferenceSolution(x if error <= tolerance(u.dtype) else None, residual, outside, error)
+
+    def damped(self, damping: float) -> Dense:
+        """With the same Hessian, which is not formed again."""
+        hessian = self._found.matrix.clone()
+        hessian.diagonal().add_(damping)
+        return Dense(hessian, self._dtype)
 
 
 class ByProducts:
@@ -98,6 +119,7 @@ class ByProducts:
     ) -> None:
         self.method = "preconditioned conjugate gradients"
         self._at, self._steps, self._tick = at, steps, tick
+        self._batches, self._seed = batches, seed
         self._inverse = self._preconditioned(batches, seed)
         self._state = learn(self._inverse, at.problem, batches, seed)
         self.negative: bool | None = None
@@ -135,6 +157,12 @@ class ByProducts:
             if best <= tolerance(u.dtype):
                 return ReferenceSolution(x, best, 0.0, best)
         return self._by_minimal_residuals(u, size)
+
+    def damped(self, damping: float) -> ByProducts:
+        """At an oracle of its own, because that is damped."""
+        at = Oracle.over(self._at.objectives, calls=self._at.calls)
+        at.damp(damping)
+        return ByProducts(at, self._batches, self._seed, self._tick, self._steps)
 
     def _by_minimal_residuals(self, u: Tensor, size: float) -> ReferenceSolution:
         self.method = "minimal residuals"

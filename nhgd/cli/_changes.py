@@ -142,6 +142,14 @@ def _variants(base: AbstractAlgorithm, task: AbstractTask, first: Mapping[str, s
     return [base]
 
 
+def of_inverses(
+    inverses: Mapping[str, AbstractInverse], changes: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The changes that name one of these inverses, as cg.steps does, and the others."""
+    own = {key: text for key, text in changes.items() if key.rpartition(".")[0] in inverses}
+    return own, {key: text for key, text in changes.items() if key not in own}
+
+
 def for_inverses(
     task: AbstractTask, inverses: Mapping[str, AbstractInverse], changes: Mapping[str, str]
 ) -> dict[str, AbstractInverse]:
