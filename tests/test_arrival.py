@@ -60,7 +60,7 @@ from torch._C._distributed_c10d import PrefixStore
 from nhgd.execution.distributed.address import keep_store
 words = PrefixStore("nhgd/1", PrefixStore("nhgd/attempt/0", keep_store("127.0.0.1", int(sys.argv[1]), limit=60.0)))
 words.set("here/0", "")
-words.wait(["here/1"])
+words.wait(["arrived/1"])
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 
@@ -113,6 +113,13 @@ def test_a_rank_that_came_and_went_silent_before_it_was_connected_is_named(place
 def test_the_first_rank_is_named_where_it_is_paused_before_all_are_connected(place, monkeypatch):
     """torch waits without a limit for the answer of a store whose keeper is paused, or cut off."""
     monkeypatch.setattr(group, "START_SECONDS", 60.0)
+    arrive = Processes._arrive
+
+    def arrive_and_say_so(self: Processes, limit: float, left: float) -> None:
+        arrive(self, limit, left)
+        self._store.set("arrived/1", "")  # the keeper may be paused from now on, and not while it is still to answer
+
+    monkeypatch.setattr(Processes, "_arrive", arrive_and_say_so)
     port = place(rank=1, world=2)
     keeper = subprocess.Popen([sys.executable, "-c", PAUSED, str(port)])
     try:
