@@ -9,6 +9,8 @@ from pathlib import Path
 
 from benchmarks import cleaner
 from benchmarks import cleaning as cleaning_presets
+from benchmarks.zoo import runs as zoo_runs
+from benchmarks.zoo import table as zoo_table
 
 ROOT = Path(__file__).parent.parent
 
@@ -98,6 +100,11 @@ def fill(page: Path, tables: Mapping[str, str]) -> None:
     page.write_text(text, encoding="utf-8")
 
 
+def zoo() -> str:
+    """The table alone, without the sentence below it."""
+    return zoo_table.table(zoo_runs.read(ROOT / "benchmarks/results/zoo-cpu.jsonl")).split("\n\n")[0]
+
+
 def pages() -> dict[str, dict[str, str]]:
     """The tables of each page by their marks; scaling.py makes the others of benchmarks/parallel.md."""
     cleaning = read("cleaning-inverses-h200.json")
@@ -109,6 +116,7 @@ def pages() -> dict[str, dict[str, str]]:
             "cleanlab": "\n".join(cleaner.table(cleanlab)),
             "cleaner-steps": "\n".join(cleaner.steps_table(cleanlab)),
         },
+        "docs/methods.md": {"zoo": zoo()},
         "docs/pde.md": {"pde": pde(read("pde-h200.json")), "pde-quick": pde(read("pde-quick-cpu.json"))},
         "benchmarks/parallel.md": {"faults": faults(read("faults-cpu.json"))},
         "docs/distillation.md": {"distillation": distillation(read("distillation-cpu.json"))},

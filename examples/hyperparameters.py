@@ -87,7 +87,7 @@ def learn(ridges, steps, size, train, validation):
     v = torch.full((ridges,), 0.5 * (LOW + HIGH), dtype=torch.float64)
     problem = nhgd.Bilevel(inner, outer, network(hidden), v, l2=ridge, likelihood="categorical")
     adam(problem, train, steps=training, lr=0.01)  # the formula holds where the network is trained, so begin there
-    # K-FAC takes one ridge a layer; a few products with the Gauss-Newton matrix bring in the ridge of each pixel.
+    # K-FAC knows the ridge of each pixel, and nothing of what the layers have to do with each other: a few products bring that in.
     curvature = nhgd.inverse.Refined(nhgd.inverse.KFAC(), steps=5, matrix="ggn")
     nhgd.Solver(
         problem,

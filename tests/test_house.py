@@ -27,7 +27,7 @@ from tests import catalogue
 # A file imports from the rows above its own and from its own folder. A new noun needs a place here.
 ORDER = """
     errors
-    _validation _path
+    _validation _path _tape
     _registry _duration ridge stop schedule _memory _progress _interruption _randomness _stagnation _autocast
     _tree
     plot
@@ -49,11 +49,13 @@ ORDER = """
     algorithm
     checkpoint
     _solution _nonfinite
+    _captured
     _start _outer_step
     _solver
     _reference
     _diagnosis
     _check _plan task
+    _along
     reproduce
     sklearn
     cli
