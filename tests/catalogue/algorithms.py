@@ -86,6 +86,7 @@ class AlgorithmCase:
         noise: of the task there; below 1 the Fisher matrix falls short of the Hessian.
         noisy_method: the algorithm there, where it is not the same.
         wrong: a method that is a little off there, so that it must fail the formula.
+        real_method: the algorithm on real problems, where it would take too long as it is.
     """
 
     method: AbstractAlgorithm
@@ -99,6 +100,7 @@ class AlgorithmCase:
     noise: float = 1.0
     noisy_method: AbstractAlgorithm | None = None
     wrong: AbstractAlgorithm | None = None
+    real_method: AbstractAlgorithm | None = None
 
     @property
     def name(self) -> str:
@@ -228,6 +230,7 @@ ALGORITHMS: list[AlgorithmCase] = [
         formula=formulas.learning(lambda: formulas.Window(batches=6, exact=True)),
         noisy=CALM,
         wrong=NHGD(FisherWindow(window=480, damping=None, overhead=None)),
+        real_method=NHGD(FisherWindow(window=40, fisher="exact", damping=None, overhead=None)),
     ),
     AlgorithmCase(
         NHGD(FisherDense(damping=None)),
