@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,14 @@ from nhgd.algorithm import names, resolve
 from nhgd.reproduce.settings import INNER_STEPS, OPEN, TABLE
 from nhgd.task import Quadratic
 
-PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
+ROOT = Path(__file__).parents[1]
+PAGE, TROUBLE = ROOT / "docs" / "methods.md", ROOT / "docs" / "troubleshooting.md"
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "benchmarks/parallel.md",
+]
 COUNTED = ("inner_gradients", "outer_gradients", "hvps", "cross")
 SYMBOLS = ("eta", "alpha", "M", "beta", "phi", "K", "B", "mu", "c_in", "c_out")
 
@@ -127,3 +136,92 @@ def test_what_the_paper_leaves_open_is_said():
     said = " ".join(text().split())
     for name, sentence in OPEN.items():
         assert f"- **{name}.** {sentence}" in said
+
+
+def rendered(node: ast.expr) -> str:
+    """A string of the source, with ... for what is filled in."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(rendered(part) for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return rendered(node.left) + rendered(node.right)
+    return "..."
+
+
+@cache
+def strings() -> str:
+    """Every string of the library but its docstrings, one a line."""
+    found = []
+    for file in sorted((ROOT / "nhgd").rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        alone = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+        kinds = (ast.Constant, ast.JoinedStr, ast.BinOp)
+        found += [rendered(n) for n in ast.walk(tree) if isinstance(n, kinds) and id(n) not in alone]
+    return "\n".join(line.replace("\n", " ") for line in found)
+
+
+@pytest.mark.parametrize("sentence", re.findall(r"^> (.+)$", TROUBLE.read_text(encoding="utf-8"), flags=re.MULTILINE))
+def test_the_library_says_what_the_page_quotes(sentence):
+    pattern = ".*?".join(re.escape(part) for part in sentence.split("..."))
+    assert re.search(pattern, strings()), sentence
+
+
+def test_every_warning_of_the_library_is_explained():
+    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "nhgd").rglob("*.py"))
+    warnings = set(re.findall(r"^class (\w+Warning)\(", source, flags=re.MULTILINE))
+    assert len(warnings) >= 9
+    assert warnings <= set(re.findall(r"\w+Warning", TROUBLE.read_text(encoding="utf-8")))
+
+
+def anchors(page: Path) -> set[str]:
+    """The places in a page that a link can name, as GitHub makes them of its titles."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page):
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", prose):
+        if target.startswith("http"):
+            continue
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), (target, anchor)
+
+
+def blocks(name: str, language: str = "python") -> list[str]:
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def cosines(table: str) -> dict[str, float]:
+    """The first column of numbers in a table of `check`, by inverse."""
+    return {name: float(c) for name, c in re.findall(r"^(\w+) +(-?\d\.\d{4}) ", table, flags=re.MULTILINE)}
+
+
+def test_the_example_of_choosing_runs_and_finds_what_the_page_shows():
+    space: dict[str, object] = {}
+    for block in blocks("choosing.md"):
+        exec(compile(block, "choosing.md", "exec", dont_inherit=True), space)
+    shown = cosines(blocks("choosing.md", "text")[0])
+    assert shown.keys() == {"kfac", "refined", "cg", "identity"}
+    assert cosines(str(space["report"])) == pytest.approx(shown, abs=0.01)
+    assert {row["inverse"] for row in space["along"].rows} == {"kfac of the run", "kfac", "identity"}
+    names = re.findall(
+        r"^\| `(\w+)` \| [^|]+ \| (?:all|where it was measured) \|$", (ROOT / "docs/choosing.md").read_text(), re.M
+    )
+    history = space["along"].solution.history
+    assert len(names) == 5
+    assert all(any(name in row for row in history) for name in names)
+
+
+@pytest.mark.parametrize("name", ["cleaning.md", "distillation.md"])
+def test_the_lines_for_your_own_data_run(name):
+    torch.manual_seed(0)
+    x, y = torch.randn(60, 2), torch.arange(60) % 2
+    x[:, 0] += 3 * y
+    arrays = {"X": x[:40].numpy(), "y": y[:40].numpy(), "X_trusted": x[40:].numpy(), "y_trusted": y[40:].numpy()}
+    (block,) = blocks(name)
+    exec(compile(block, name, "exec", dont_inherit=True), {"nhgd": nhgd, **arrays})
