@@ -1,11 +1,11 @@
-"""Bad input to the command line and to Python: each must end in one sentence and the right exit code.
+"""Bad input to the command line and to Python: each must end in one sentence and with the right exit code.
 
     python -m benchmarks.bad_input benchmarks/results/bad-input-cpu.json
 
-A command must exit with 2, or with 1 where it was the machine that failed, say one line on standard error that begins with
-"Error: ", the same as JSON where --json is given, leave nothing behind, and end within a limit. A call of Python must raise
-InputError (or RunError) with a sentence of one line. Most commands run in this process; those that concern the process itself
-(its streams, its arguments as bytes, its limits) run in one of their own.
+A command must exit with 2, or with 1 if the machine failed; print one line on standard error that begins with "Error: ", and the
+same as JSON with --json; leave nothing behind; and end within a time limit. A Python call must raise InputError (or RunError)
+with a one-line sentence. Most commands run in this process; those that concern the process itself (its streams, its arguments
+as bytes, its limits) run in one of their own.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Outer steps captured as CUDA graphs beside the same steps taken plainly, and beside a hand-written loop.
+"""Outer steps captured as CUDA graphs, compared with the same steps in eager mode and with a hand-written loop.
 
     python -m benchmarks.captured benchmarks/results/captured-h200.json --data DATA_DIR
 
 MNIST cleaning with one weight a sample: a softmax model 784-10 on 50,000 samples in batches of 1,024, ten inner steps, and an
-outer batch of 5,000 trusted samples. Without --data the images are random numbers of the same shapes. Each run takes its first
-steps alone, in which models are looked at and steps are captured; then --steps outer steps are timed, reading of the losses
-included. The floor is the inner loop, the two outer gradients and the cross product of the identity, written by hand.
+outer batch of 5,000 trusted samples. Without --data the images are random numbers of the same shapes. The first steps of a
+run, in which models are inspected and steps captured, are not timed; the next --steps outer steps are, including reading the
+losses. The floor is written by hand: the inner loop, the two outer gradients and the cross product of the identity.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""LabelCleaner with its defaults beside cleanlab, on six tables, two kinds of noise and three rates.
+"""LabelCleaner and cleanlab, both with their defaults, on six tables with two kinds of noise at three rates.
 
     python -m benchmarks.cleaner benchmarks/results/cleaner-cpu.json --seeds 20 --large-seeds 5 --cleanlab-python PYTHON
     python -m benchmarks.cleaner benchmarks/results/cleaner-cpu.json --figure docs/cleaner.png      draws what was measured
 
-A tenth of each class, two samples at least, is set aside with right labels: the trusted set. The labels of the others are
-made wrong: "uniform" gives a fraction of them a random class, possibly the right one, "pair" the next class. On these three
-things are measured: LabelCleaner without a trusted set, with it, and cleanlab's `find_label_issues` from 5-fold logistic
-regression (benchmarks/cleanlab_reference.py, run by the Python that is named, or by this one). What counts is the F1 of
-finding the labels that are wrong. A cell is a table with a kind and a rate of noise.
+A tenth of each class, two samples at least, is set aside with right labels: the trusted set. Some labels of the others are made
+wrong: "uniform" gives a fraction of them a random class, possibly the right one, "pair" the next class. Three candidates look
+for them: LabelCleaner without a trusted set, LabelCleaner with it, and cleanlab's `find_label_issues` from 5-fold logistic
+regression (benchmarks/cleanlab_reference.py, run by the Python you name, or by this one). The measure is the F1 of finding the
+wrong labels. A cell is a table with a kind and a rate of noise.
 
-`steps` holds the F1 after 40, 80, 150 and 300 outer steps on breast cancer with 20 % wrong labels.
-What the file holds already is not measured again, so a run can be broken off.
+`steps` holds the F1 after 40, 80, 150 and 300 outer steps on breast cancer with 20 % wrong labels. Cells that the file has
+already are not measured again, so an interrupted run can be continued.
 """
 
 from __future__ import annotations

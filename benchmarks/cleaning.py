@@ -1,14 +1,14 @@
-"""Label cleaning on MNIST, half of the labels random: the presets beside what perfect knowledge and none would give.
+"""Label cleaning on MNIST with half of the labels random: the presets, and what perfect knowledge and none would give.
 
     python -m benchmarks.cleaning DATA_DIR benchmarks/results/cleaning-mnist-cpu.json
     python -m benchmarks.cleaning DATA_DIR benchmarks/results/cleaning-mnist-cpu.json --rows default
     python -m benchmarks.cleaning DATA_DIR benchmarks/results/cleaning-mnist-cpu.json --rows paper
 
-The rows may be measured in several goes: what the file holds of the others is kept. Bounds are the same linear model with
-the same ridge, trained to the end: on all training and trusted samples, with weight 0 for those whose labels are wrong
-(perfect) or 1 for all (none), and on the trusted ones alone. The default preset is the task's own; the
-paper's is its method with its printed settings. Each has --budget seconds of outer steps; reading the data and the warm-up
-come on top, as preparation. "selected" is the step that the evaluation split chose.
+Rows can be measured one at a time; the others in the file are kept. The bounds are the same linear model with the same ridge,
+trained to the end: on all training and trusted samples, with weight 0 for those whose labels are wrong (perfect) or 1 for all
+(none), and on the trusted ones alone. The default preset is the task's own; the paper's is its method with its printed
+settings. Each has --budget seconds of outer steps; reading the data and the warm-up come on top, as preparation. "selected" is
+the step that the evaluation split chose.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Every inverse on MNIST label cleaning, against the exact hypergradient; and the cost of an outer step.
+"""Every inverse on MNIST label cleaning: its error against the exact hypergradient, and the time of an outer step.
 
     python -m benchmarks.cleaning_inverses DATA_DIR benchmarks/results/cleaning-inverses-NAME.json [--device cuda]
 
 50,000 training samples, half of them given a random class, one weight a sample, a softmax classifier with bias
-(D = 7,850), lambda = 1e-4, standardised pixels. The inner problem is solved by L-BFGS; errors are in float64, with
-online inverses taught by ten batches of 1,024 and products over all data. Times of outer steps are in float32, medians
-with synchronised clocks after a warm-up, all methods in one process: ten inner steps of 1,024, products on one batch.
+(D = 7,850), lambda = 1e-4, standardised pixels. The inner problem is solved by L-BFGS. Errors are in float64, with learnt
+inverses taught by ten batches of 1,024 and products over all data. Times of outer steps (ten inner steps of 1,024, products
+on one batch) are in float32: medians with synchronised clocks after a warm-up, all methods in one process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What cleanlab finds in tables of files, for benchmarks/cleaner.py: python benchmarks/cleanlab_reference.py FOLDER
+"""What cleanlab finds in tables stored as files, for benchmarks/cleaner.py: python benchmarks/cleanlab_reference.py FOLDER
 
-It imports NumPy, scikit-learn and cleanlab alone, so that it can run in an environment of its own. Each NAME.npz in the folder
-holds X, y and seed; NAME.npy is written beside it, true for what is found: `find_label_issues` with its defaults, from
+It imports only NumPy, scikit-learn and cleanlab, so it can run in an environment of its own. Each NAME.npz in the folder holds
+X, y and seed. NAME.npy is written beside it, true for the labels found: `find_label_issues` with its defaults, from
 probabilities by 5-fold cross-validation of a logistic regression on standardised features.
 """
 

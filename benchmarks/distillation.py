@@ -1,10 +1,10 @@
-"""How good are a few learnt images, in how much time: python -m benchmarks.distillation DATA_DIR OUT.json
+"""How good a few learnt images are, and how long they take: python -m benchmarks.distillation DATA_DIR OUT.json
 
-The distillation task is run by its own method within a budget, which the schedule of the step sizes follows: one and five
-images a class with three seeds each, then the paper's settings. Accuracies are of models trained on the images from
-scratch; beside them stand those of as many random training images, and of all training images.
+The distillation task runs by its own method within a budget, which the schedule of the step sizes follows: one and five images
+a class with three seeds each, then the paper's settings. Accuracies are of models trained from scratch on the learnt images, on
+as many random training images, and on all training images.
 
-All of it takes half an hour. `--only paper-5 --seeds 0` runs a part, and puts it into an OUT.json that is there already.
+It takes half an hour. `--only paper-5 --seeds 0` runs a part, and adds it to an existing OUT.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a measurement was made on, for the JSON beside it."""
+"""The machine and the versions a measurement was made with, for the JSON of its results."""
 
 from __future__ import annotations
 

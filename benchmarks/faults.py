@@ -2,10 +2,10 @@
 
     python -m benchmarks.faults benchmarks/results/faults-cpu.json --times 20
 
-Each trial starts `nhgd run cleaning --execution distributed` in its own folder, harms one process at a random moment while
-the processes start, while they run, while a checkpoint is being written, or when the run ends, and looks at how it ends:
-its exit code, its sentence, how long that took, whether a process is left, and whether the run goes on from its checkpoint
-with another number of workers. The network is cut between two network namespaces, which takes root on Linux.
+Each trial starts `nhgd run cleaning --execution distributed` in its own folder and harms one process at a random moment: while
+processes start, while they run, while a checkpoint is being written, or when the run ends. It then records how the run ended:
+the exit code, the error message, the time it took, whether a process is left, and whether the run can be resumed with another
+number of workers. The network is cut between two network namespaces, which takes root on Linux.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Every file operation of a run failed in turn: is the last good checkpoint kept and named, and nothing half-written?
+"""Every file operation of a run made to fail in turn: is the last good checkpoint kept and named, and nothing half-written?
 
     python -m benchmarks.file_faults benchmarks/results/file-faults-cpu.json --jobs 2
 
-A library that is loaded before all others (failing.c; it takes a C compiler and Linux) lets the n-th operation on the
-files of a run fail with an errno, for n = 1, 2, ... until none is left, and that with each errno. Opening, reading, writing
-(of which half is written), bringing to disk, renaming, removing, making folders, locking: Python's own and those of
-safetensors and matplotlib alike. Each trial is a forked process in a folder of its own.
+A preloaded library (failing.c; it takes a C compiler and Linux) makes the n-th file operation of a run fail with an errno, for
+n = 1, 2, ... until none is left, and for each errno. Covered are opening, reading, writing (of which half is written), syncing
+to disk, renaming, removing, making folders and locking, by Python itself and by safetensors and matplotlib. Each trial is a
+forked process in a folder of its own.
 """
 
 from __future__ import annotations

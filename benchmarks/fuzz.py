@@ -1,11 +1,11 @@
-"""Readers of files, fed with files that were changed at random.
+"""Readers of files, given files that were changed at random.
 
     python -m benchmarks.fuzz benchmarks/results/fuzz-cpu.json --seconds 600
 
-Each try takes a good file, changes it, and reads it: an IDX file plain and as .gz, a CSV file whose columns become numbers, and
-a checkpoint whose hashes are made to fit, from which a run goes on for one more step. It must end in a result or in a sentence
-(InputError, RunError). What is counted beside: other exceptions, with the place and the number of a try that shows them; tries
-that took longer than a limit; and how much memory the process had gained when they ended. `--only N` repeats one try.
+Each try takes a good file, changes it, and reads it: an IDX file, plain or .gz; a CSV file whose columns become numbers; or a
+checkpoint whose hashes are made to fit, from which a run continues for one more step. A try must end with a result or with a
+sentence (InputError, RunError). Counted are all other exceptions, with their place and the number of a try that shows them,
+tries that exceed a time limit, and the memory that the process has gained. `--only N` repeats one try.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Runs that are killed at random moments after a checkpoint, and go on: do they end as if nothing had happened?
+"""Runs that are killed at random moments and resumed: do they end as if nothing had happened?
 
     python -m benchmarks.kills benchmarks/results/kills-cpu.json --times 100 --jobs 2
 
-Each trial runs `nhgd run TASK --method M --execution E --checkpoint DIR`, kills it by SIGKILL at a random moment after its
-first checkpoint, gives the same command with --resume, and compares what lies in the folder at the end with that of an
-unbroken run: every tensor of the last checkpoint (theta, v, moments, curvature, generators) and every row of the history
-but for its clocks must be the same, bit for bit. Runs of one process are forked from one that has imported everything;
-distributed ones are started as users start them, and killed together with their launcher.
+Each trial runs `nhgd run TASK --method M --execution E --checkpoint DIR`, kills it by SIGKILL at a random moment after its first
+checkpoint, and repeats the command with --resume. The folder must then equal that of an uninterrupted run: every tensor of
+the last checkpoint (theta, v, moments, curvature, generators) and every row of the history except for its clocks, bit for bit.
+Runs of one process are forked from one that has imported everything; distributed ones are started as users start them, and
+killed together with their launcher.
 """
 
 from __future__ import annotations

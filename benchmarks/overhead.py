@@ -1,13 +1,13 @@
-"""What the curvature of the default method costs beside the same loop without it, on three models.
+"""What the curvature of the default method costs, compared with the same loop without it, on three models.
 
     OMP_NUM_THREADS=1 taskset -c 1 python -m benchmarks.overhead DATA_DIR benchmarks/results/overhead-cpu.json
 
 MNIST cleaning with one weight a sample on 10,000 samples: a softmax model 784-10 with batches of 1,000, an MLP 784-512-512-10
 with batches of 256, and a convolutional net (1-16-32 channels, 3 x 3, two poolings, one Linear layer) with batches of 128; ten
-inner steps. Every method has a problem of its own, and takes its outer steps in blocks that alternate with those of the
-others, in one process on one thread. What is summed is CPU time, over all outer steps from the first on, so that what is
-done at the beginning, or once in a while, counts. The floor is the same loop without curvature: `nhgd` with the identity as
-its inverse. `aid-identity` takes the cross derivative in another way.
+inner steps. Each method has a problem of its own and takes its outer steps in blocks that alternate with those of the others,
+in one process on one thread. The measure is CPU time summed over all outer steps, the first included, so that work done at
+the start or once in a while counts. The floor is the same loop without curvature: `nhgd` with the identity as its inverse.
+`aid-identity` takes the cross derivative in another way.
 """
 
 from __future__ import annotations

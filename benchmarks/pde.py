@@ -3,12 +3,12 @@
     python -m benchmarks.pde benchmarks/results/pde-h200.json --device cuda
     python -m benchmarks.pde benchmarks/results/pde-quick-cpu.json --presets quick --seeds 3 --others ""
 
-First the presets with their own method, to the end. Then every method of --others, and nhgd, in the paper's setting (50
-full-batch Adam steps of 1e-3 for each outer step, the same pretrained state, Adam 0.01 outside, falling over the last
-third) for --steps outer steps or --cap seconds. Broyden takes 30 products, the Neumann series 40, truncated unrolling
-differentiates the last 5 steps, which must be plain gradient steps. What counts is the true objective, from a solution of
-the equation with the learnt source; lower bounds stand beside it. A row's seconds are those of the outer steps;
-preparation is pretraining and the quadratic forms of the true objective.
+The presets run to the end with their own method. Then nhgd and every method of --others run in the paper's setting (50
+full-batch Adam steps of 1e-3 for each outer step, the same pretrained state, Adam 0.01 outside, falling over the last third)
+for --steps outer steps or --cap seconds. Broyden takes 30 products and the Neumann series 40; truncated unrolling
+differentiates the last 5 steps, which must be plain gradient steps. The measure is the true objective, from a solution of the
+equation with the learnt source, next to its lower bound. A row's seconds are those of the outer steps; preparation is
+pretraining and the quadratic forms of the true objective.
 """
 
 from __future__ import annotations

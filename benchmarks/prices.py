@@ -1,11 +1,11 @@
-"""The constants by which a budget for curvature is decided: what operations take on one machine, measured once.
+"""The constants by which a budget for curvature is decided: how long operations take on one machine, measured once.
 
     OMP_NUM_THREADS=1 taskset -c 1 python -m benchmarks.prices benchmarks/results/prices-cpu.json
     python -m benchmarks.prices benchmarks/results/prices-NAME.json --device cuda
 
-The least of several times, in CPU time on a CPU. `nhgd/_budget.py` has rounded figures of these files, written down, so that
-the same shapes give the same decisions on every machine. The price of a call is measured as the shortest operation, and written
-down as several times that, because what Python does around an operation takes longer than the operation.
+Each is the least of several times, in CPU time on a CPU. `nhgd/_budget.py` has rounded figures from these files as constants,
+so that the same shapes give the same decisions on every machine. The price of a call is measured as the shortest operation and
+entered as several times that, because what Python does around an operation takes longer than the operation.
 """
 
 from __future__ import annotations

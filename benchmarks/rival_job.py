@@ -1,15 +1,19 @@
-"""The job that bilevel libraries are compared on: clean half-random labels of MNIST within 15 seconds of one processor.
+"""The job on which bilevel libraries are compared: clean half-random labels of MNIST within 15 seconds on one processor.
 
     python -m benchmarks.rival_job --data DATA_DIR --out rival-job.json
     python -m benchmarks.rival_job --data DATA_DIR --out rival-job.json --methods nhgd,itd --seeds 0-4
 
-50,000 samples, standardised by one mean and deviation, with a column of ones; half of the labels are drawn anew; 5,000 others are
-trusted. theta is a linear softmax model, 10 x 785, from zero, with l2 = 1e-4; v is a weight in [0, 1] for each sample, from 0.5.
-An outer step is 10 inner steps of 0.1 on batches of 1,024 without replacement, a hypergradient with all trusted samples, and a plain
-gradient step of v. Its size is such that the first one would move the weights that it touches by c in the mean: c = 1, or 0.3
-for methods whose hypergradient touches the samples of all ten inner batches. A first solver of the same method measures it, which
-also warms up; neither that nor the reading of data counts. Told are the area under the curve of the weights against which labels
-are right, test accuracy and outer steps.
+50,000 samples are standardised by one mean and deviation and get a column of ones; half of the labels are drawn anew; 5,000
+other samples are trusted. theta is a linear softmax model, 10 x 785, from zero, with l2 = 1e-4. v is a weight in [0, 1] for
+each sample, from 0.5.
+
+An outer step is 10 inner steps of 0.1 on batches of 1,024 without replacement, a hypergradient with all trusted samples, and a
+plain gradient step of v. The size of this step is chosen such that the first one moves the weights it touches by c on average:
+c = 1, or 0.3 for methods whose hypergradient touches the samples of all ten inner batches. A first solver of the same method
+measures it, which also warms up; neither that nor reading the data counts.
+
+The result is the area under the curve of the weights (against which labels are right), the test accuracy, and the number of
+outer steps.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The same numbers as before: seeded runs over tasks, methods and executions, recorded once and compared bit for bit.
+"""Seeded runs over tasks, methods and executions, recorded once and compared bit for bit after a change.
 
     python -m benchmarks.same_runs record benchmarks/results/same-runs-cpu.json
     python -m benchmarks.same_runs compare benchmarks/results/same-runs-cpu.json
 
-A run is `nhgd run` in a process of its own, on one thread. What is kept of it are its metrics, its counters and its first 20
-rows of history, clocks and the amount of traffic aside. Before a change to the inside, record; after it, compare. Numbers hold
-for one machine and one torch: on another, record anew from the older code.
+Each run is `nhgd run` in a process of its own, on one thread. Its metrics, its counters and its first 20 rows of history are
+kept, except for clocks and the amount of traffic. Record before a change to the inside and compare after it. The numbers hold
+for one machine and one torch: elsewhere, record anew from the older code.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     python -m benchmarks.scaling --write                                    # and puts them into benchmarks/parallel.md
     python -m benchmarks.scaling --measure benchmarks/results/constants-cpu.json   # the constants of this machine
 
-Flops and bytes are counted; `tests/test_scaling.py` holds the bytes against what `Device` sends. Rates are measured: those of
-a CPU by --measure and benchmarks/submit_beside.py, those of an H200 read from streams-h200.json, which benchmarks/streams.py
-writes. Links are assumed: no
-machine with two GPUs was at hand. Everything about more than one GPU is arithmetic, not measurement.
+Flops and bytes are counted; `tests/test_scaling.py` compares the bytes with those that `Device` sends. Rates are measured:
+those of a CPU by --measure and benchmarks/submit_beside.py, those of an H200 by benchmarks/streams.py (streams-h200.json).
+Links are assumed, because no machine with two GPUs was available. Everything about more than one GPU is arithmetic, not
+measurement.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""What a second CUDA stream is worth: an outer step inline and with curvature on a side stream.
+"""What a second CUDA stream gains: an outer step inline, and with curvature on a side stream.
 
     python -m benchmarks.streams benchmarks/results/streams-NAME.json
 
 Synthetic data of MNIST's size. For each case, in one process and in turn, medians with a synchronised device after a
 warm-up:
 
-    inner      one outer step whose records are made and thrown away, with the identity in place of the inverse
+    inner      one outer step whose records are made and thrown away, with the identity as its inverse
     curvature  the records of one outer step folded in and one system solved, nothing else running
     inline     one outer step as it is
     stream     one outer step with the records folded in on the side stream
 
-`ratio` is stream over the larger of inner and curvature: 1 would be perfect overlap. `busy` is the part of the time for
-which each by itself keeps the card busy, from the profiler's kernel times: where the two add up to more than 1 there is no
-room for both, and their sum, as `floor` of the ratio, is what overlap can reach.
+`ratio` is stream over the larger of inner and curvature: 1 is perfect overlap. `busy` is the share of the time for which each by
+itself keeps the card busy, from the profiler's kernel times. Where the two add up to more than 1 there is no room for both, and
+their sum, the `floor` of the ratio, is the best that overlap can reach.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.submit benchmarks/results/submit-cpu.json
 
-A record of about 10,000 numbers: a batch of 48 through layers of 100, 50 and 10, float32. The time of `submit` alone is set
-against that of the whole inner step (forward, backward, record, optimiser) around it. Waiting for a curvature rank that is
-behind, which is back-pressure and depends on the inverse, is left out of both and told apart.
+A record of about 10,000 numbers: a batch of 48 through layers of 100, 50 and 10, float32. The time of `submit` alone is compared
+with that of the whole inner step around it (forward, backward, record, optimiser). Waiting for a curvature rank that is behind
+is back-pressure and depends on the inverse; it is excluded from both and reported separately.
 """
 
 from __future__ import annotations

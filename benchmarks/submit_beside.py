@@ -1,14 +1,13 @@
-"""What it costs the inner loop to hand a record to a thread or a device: `submit` alone, beside the inner step around it.
+"""What it costs the inner loop to hand a record to a thread or a device: `submit` alone, and the inner step around it.
 
     python -m benchmarks.submit_beside benchmarks/results/submit-beside-cpu.json
 
 Records of about 10,000 numbers: batches of 64 through one Linear layer, 146 to 10, and through three, 48 to 28 to 18 to 10,
-float32. The inner step is the whole of it: batch, forward, backward, record, optimiser. Curvature is kept meanwhile; the
-records are waited for every 8 steps, outside the clock, so that no time is for waiting. Medians over all steps after a
-warm-up, the backends in turns in one process, one thread of torch for each side. What `inline` takes in `submit` is the
-curvature itself; its step without that is the plain inner step. Two threads share Python's lock, so a step beside curvature
-takes longer than a plain one: both shares are given. Handing a record to another process is measured by
-benchmarks/submit.py.
+float32. The inner step is the whole of it: batch, forward, backward, record, optimiser. Curvature runs meanwhile; every 8 steps
+its records are waited for outside the clock, so that no waiting is timed. Medians over all steps after a warm-up, the backends
+in turns in one process, one torch thread for each side. With `inline`, `submit` is the curvature itself, and its step without
+that is the plain inner step. Two threads share Python's lock, so an inner step with curvature running takes longer than a plain
+one; the share of either is given. benchmarks/submit.py measures handing a record to another process.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Which rows of a table are mislabelled?
 
-    python examples/clean_csv.py                                        a table of its own, in which 15 % of the labels are wrong
+    python examples/clean_csv.py                                        a made-up table in which 15 % of the labels are wrong
     python examples/clean_csv.py --tiny                                 the same with fewer steps
-    python examples/clean_csv.py my.csv --label y --trusted some.csv    yours: numbers and categories, a header, commas between
+    python examples/clean_csv.py my.csv --label y --trusted some.csv    yours: numbers and categories, a header, commas
 
-From the shell, `nhgd clean my.csv --label y --trusted some.csv --out weights.csv` does the same and writes every row with
-its weight, whether it is suspect, the label that the cleaned model would give it, and how much it is suspected.
+From the shell, `nhgd clean my.csv --label y --trusted some.csv --out weights.csv` does the same and writes every row with its
+weight, whether it is suspect, the label that the cleaned model would give it, and how strongly it is suspected.
 """
 
 import argparse

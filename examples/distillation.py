@@ -1,6 +1,6 @@
 """python examples/distillation.py [--tiny] [--data DIR]      ten learnt images train a classifier as well as thousands
 
-Without --data the digits that come with scikit-learn are distilled, in seconds. With it, Fashion-MNIST from its IDX files
+Without --data it distils the digits that come with scikit-learn, in seconds. With --data it distils Fashion-MNIST from IDX files
 (DIR/fashion-mnist), in a minute or two: one image for each of ten kinds of clothes.
 """
 

@@ -1,17 +1,17 @@
-"""The ridges of a network by gradient, beside a grid search.
+"""The ridges of a network by gradient, compared with a grid search.
 
     python examples/hyperparameters.py              a minute on a laptop
     python examples/hyperparameters.py --tiny       seconds
 
-A network with one hidden layer reads scikit-learn's 8 x 8 digits from 200 examples, so that how strongly its weights are
-penalised matters. A grid search tries pairs of ridges, one for each layer, and trains a network for every pair. The
-hypergradient of the validation loss moves ridges while one network is trained: first 4, one for each weight and bias, then
-67, with one for each pixel in place of one for the first layer, which no grid could search. All see the same training and
-validation data; the test data are looked at once, at the end, by networks trained from scratch.
+A network with one hidden layer learns scikit-learn's 8 x 8 digits from 200 examples, so it matters how strongly its weights are
+penalised. A grid search tries pairs of ridges, one for each layer, and trains a network for every pair. The hypergradient of
+the validation loss moves the ridges while a single network is trained: first 4 of them, one for each weight and bias, then
+67, with one for each pixel in place of one for the first layer, which no grid could search. All use the same training and
+validation data. The test data are used once, at the end, with networks trained from scratch.
 
-Read the last columns: four ridges do about as well as the grid's, for one network in place of 36, and 67 do worse on test
-digits. Numbers that are learnt can be overfitted, to 300 validation digits as to the one network that was trained
-meanwhile. Let there be few, or much data to choose them by, and keep test data aside to see it.
+Look at the last columns: four ridges do about as well as the grid's, for one network in place of 36, and 67 do worse on test
+digits. Hyperparameters that are learnt can be overfitted, to the 300 validation digits and to the one network that was trained
+meanwhile. Learn few of them, or choose them by much data, and keep test data aside to notice.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""A problem of one's own, from a module to a solution: which of eight sensors can be believed?
+"""A problem of your own, from a module to a solution: which of eight sensors can be believed?
 
     python examples/own_problem.py              ten seconds on a laptop
     python examples/own_problem.py --tiny       two
 
-Eight sensors measure the same curve, three of them badly: one is stuck, one drifts, one is mostly noise. Nobody says which.
-A network is trained on all readings, each weighted by how far its sensor is trusted (inner); the trust is chosen such that
-the network is right at a few points that were measured by hand (outer). The script
+Eight sensors measure the same curve, three of them badly: one is stuck, one drifts, one is mostly noise. Nobody says which. A
+network is trained on all readings, each weighted by the trust in its sensor (inner). The trust is chosen such that the network
+is right at a few points that were measured by hand (outer). The script
 
     1. trains with equal trust, and measures the error against the true curve;
     2. asks nhgd.check which inverse gives a good hypergradient for this problem;

@@ -7,7 +7,7 @@
     minimise  mean (u - u_ref)^2 + alpha mean f^2,                      u_ref = sin(pi x) sin(pi y)
 
 On the first mode the equation reads 2 pi^2 u = f, so the best source is v_11 = 2 pi^2 / (1 + alpha (2 pi^2)^2) with all
-other coefficients zero. The run is judged by it.
+other coefficients zero. The script compares its result with it.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""One problem of the zoo: what is solved, on which data, and how its end is judged."""
+"""One problem of the zoo: what is solved, on which data, and how its result is judged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""v is what is learnt from, or where learning begins: distilled samples, a shared initialisation."""
+"""Problems whose v is what is learnt from, or where learning begins: distilled samples, a shared initialisation."""
 
 from __future__ import annotations
 

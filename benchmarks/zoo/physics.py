@@ -1,4 +1,4 @@
-"""theta is a field or a vector that a quadratic energy determines, and v what drives it."""
+"""Problems whose theta is a field or a vector that minimises a quadratic energy, and whose v drives it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""v says how theta is kept simple: ridges, augmentation, the shape of a kernel."""
+"""Problems whose v keeps theta simple: ridges, augmentation, the shape of a kernel."""
 
 from __future__ import annotations
 

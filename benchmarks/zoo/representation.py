@@ -2,8 +2,8 @@
 
     python -m benchmarks.zoo.representation --methods nhgd,itd --inner-steps 10,50,100 --seeds 0-4
 
-As a script: test accuracy of the convolutional one after 60 outer steps of Adam with step size 0.01, the head as the run left
-it, with no setting of a method changed.
+As a script it prints the test accuracy of the convolutional problem after 60 outer steps of Adam with step size 0.01, with the
+head as the run left it and every method at its defaults.
 """
 
 from __future__ import annotations

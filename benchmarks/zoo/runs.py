@@ -1,4 +1,4 @@
-"""Many runs, several at a time, kept in a file of JSON lines so that what is broken off goes on where it was."""
+"""Many runs, several at a time, kept in a file of JSON lines so that an interrupted series continues where it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which method does best where: the runs of the zoo as a table in Markdown and as a figure."""
+"""Which method does best on which problem: the runs of the zoo as a Markdown table and as a figure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""v weighs what theta learns from: classes, samples, sources."""
+"""Problems whose v weighs what theta learns from: classes, samples, sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists on the command line."""
+"""Lists given on the command line."""
 
 from __future__ import annotations
 
