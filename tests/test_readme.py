@@ -1,4 +1,4 @@
-"""The README does what it says: its Python runs as written, and its commands exist."""
+"""The README does what it says: its Python runs as written, and its commands, and those of docs/, exist."""
 
 from __future__ import annotations
 
@@ -51,13 +51,17 @@ def test_twenty_lines_are_about_twenty():
 
 
 def commands() -> list[str]:
-    found = re.findall(r"^    (nhgd [^\n]*?)(?:  +[^\n]*)?$", TEXT, flags=re.MULTILINE)
-    assert len(found) >= 6
-    return found
+    """Those of the README and of the pages in docs/, each once."""
+    found = dict[str, None]()
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        lines = re.findall(r"^    (nhgd [^\n]*?)(?:  +[^\n]*)?$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        found |= dict.fromkeys(lines)
+    assert len(found) >= 20
+    return list(found)
 
 
 @pytest.mark.parametrize("command", commands())
-def test_every_command_of_the_readme_is_understood(command):
+def test_every_command_of_a_page_is_understood(command):
     """Each option is known to its command; the runs themselves are examined elsewhere."""
     _, name, *rest = shlex.split(command)
     shown = CliRunner().invoke(app, [name, "--help"]).stdout
