@@ -97,7 +97,7 @@ def find(name: str, data: str | Path | None, cached: bool = False) -> Path | Non
     root = expanded("NHGD_DATA" if data is None else "--data", asked)
     if not root.is_dir():
         what = f"{root} is a file, not a folder." if root.exists() else f"There is no folder {root}."
-        raise InputError(f"{what} Oracle --data or NHGD_DATA at the IDX files of {name}.")
+        raise InputError(f"{what} Point --data or NHGD_DATA at the IDX files of {name}.")
     for folder in (root / name, root):
         if all(_file(folder, stem) for stem in _FILES.values()):
             return folder
@@ -107,7 +107,7 @@ def find(name: str, data: str | Path | None, cached: bool = False) -> Path | Non
             raise InputError(f"{folder} holds a part of {name}, but no {absent[0]}(.gz). Put it there too.")
     raise InputError(
         f"{root} holds no {name}: looked for {_FILES['train_images']}(.gz) and its three companions there and in {root / name}."
-        f" Oracle --data or NHGD_DATA at them."
+        f" Point --data or NHGD_DATA at them."
     )
 
 
