@@ -14,6 +14,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import Validated
 from nhgd.errors import InputError, unknown
@@ -68,10 +69,12 @@ class Categorical(AbstractLikelihood):
 
     name: ClassVar[str] = "categorical"
 
+    @override
     def verify(self, outputs: Tensor, losses: Tensor) -> None:
         """The Hessian of cross-entropy in the scores is Lambda itself, whatever the labels."""
         _same_curvature(self, outputs, losses)
 
+    @override
     def roots(self, outputs: Tensor, losses: Tensor) -> Tensor:
         """One root for each class."""
         if outputs.ndim != 2:
@@ -83,12 +86,14 @@ class Categorical(AbstractLikelihood):
         eye = torch.eye(p.shape[1], dtype=p.dtype, device=p.device)
         return p.T.sqrt()[:, :, None] * (eye[:, None, :] - p[None])
 
+    @override
     def signed(self, outputs: Tensor, losses: Tensor, signs: Callable[[int], Tensor]) -> Tensor:
         """sum_k s_k r_k = s sqrt(p) - p (s . sqrt(p)), without the roots."""
         p = _precise(outputs).softmax(1)
         with_signs = signs(p.shape[1]).T.to(p) * p.sqrt()
         return (with_signs - p * with_signs.sum(1, keepdim=True))[None]
 
+    @override
     def sample(self, outputs: Tensor, losses: Tensor) -> Tensor:
         """The score of a label drawn from the model: e_y - p."""
         p = _precise(outputs).softmax(1)
@@ -107,10 +112,12 @@ class Bernoulli(AbstractLikelihood):
 
     name: ClassVar[str] = "bernoulli"
 
+    @override
     def verify(self, outputs: Tensor, losses: Tensor) -> None:
         """The Hessian of cross-entropy in the logits is Lambda itself, whatever the labels."""
         _same_curvature(self, outputs, losses)
 
+    @override
     def roots(self, outputs: Tensor, losses: Tensor) -> Tensor:
         """One root for each logit."""
         p = _precise(outputs).sigmoid()
@@ -131,10 +138,12 @@ class Gaussian(AbstractLikelihood):
 
     name: ClassVar[str] = "gaussian"
 
+    @override
     def verify(self, outputs: Tensor, losses: Tensor) -> None:
         """The Hessian of a squared error is diagonal."""
         _same_curvature(self, outputs, losses)
 
+    @override
     def roots(self, outputs: Tensor, losses: Tensor) -> Tensor:
         """One root for each output."""
         with torch.enable_grad():

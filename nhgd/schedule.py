@@ -10,6 +10,7 @@ from numbers import Real
 from typing import TypeAlias, final
 
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import Validated, not_negative, positive
 from nhgd.errors import InputError
@@ -54,8 +55,8 @@ class Constant(Schedule):
     def __post_init__(self) -> None:
         positive("A constant step size", lr=self.lr)
 
+    @override
     def rate(self, clock: Clock) -> float:
-        """lr."""
         return self.lr
 
 
@@ -80,8 +81,8 @@ class Strong(Schedule):
         if self.mu > self.smoothness:
             raise InputError(f"mu ({self.mu}) cannot exceed the smoothness constant ({self.smoothness}).")
 
+    @override
     def rate(self, clock: Clock) -> float:
-        """eta_t."""
         return 4.0 / (self.mu * (clock.t + 8.0 * (self.smoothness / self.mu) ** 2))
 
 
@@ -112,8 +113,8 @@ class Power(Schedule):
         positive("A power step size", lr=self.lr, offset=self.offset)
         not_negative("A power step size", power=self.power)
 
+    @override
     def rate(self, clock: Clock) -> float:
-        """lr (offset / (k + offset))^power."""
         return self.lr / float((clock.k / self.offset + 1) ** self.power)
 
 
@@ -138,8 +139,8 @@ class Decay(Schedule):
         if self.hold >= 1:
             raise InputError(f"A decaying step size: hold must be below 1, got {self.hold}.")
 
+    @override
     def rate(self, clock: Clock) -> float:
-        """lr at the start, final * lr at the end."""
         x = min(max((clock.done - self.hold) / (1 - self.hold), 0.0), 1.0)
         return self.lr * (self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * x)))
 
@@ -151,8 +152,8 @@ class ByStep(Schedule):
 
     function: Callable[[int], float]
 
+    @override
     def rate(self, clock: Clock) -> float:
-        """What the function says."""
         lr = float(self.function(clock.k))
         positive("A step size", lr=lr)
         return lr

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar, final
 
+from typing_extensions import override
+
 from nhgd._validation import Validated, shown
 from nhgd.errors import InputError
 
@@ -81,12 +83,12 @@ class Steps(AbstractStop[None]):
     def __post_init__(self) -> None:
         _at_least_1("steps", self.count)
 
+    @override
     def holds(self, spent: Spent, state: None) -> bool:
-        """steps >= count."""
         return spent.steps >= self.count
 
+    @override
     def fraction(self, spent: Spent) -> float:
-        """steps / count."""
         return spent.steps / self.count
 
 
@@ -103,12 +105,12 @@ class Budget(AbstractStop[None]):
         if not 0 < self.limit < float("inf"):
             raise InputError(f"A budget is a time above 0 in seconds, got {self.limit}.")
 
+    @override
     def holds(self, spent: Spent, state: None) -> bool:
-        """seconds >= limit."""
         return spent.seconds >= self.limit
 
+    @override
     def fraction(self, spent: Spent) -> float:
-        """seconds / limit."""
         return spent.seconds / self.limit
 
 
@@ -139,10 +141,11 @@ class Plateau(AbstractStop[Stall]):
     def __post_init__(self) -> None:
         _at_least_1("plateau", self.patience)
 
+    @override
     def init(self) -> Stall:
-        """Nothing seen."""
         return Stall()
 
+    @override
     def update(self, state: Stall, row: Row) -> Stall:
         """Start again at a loss that is lower by enough, else count one more step."""
         loss, best = row["outer_loss"], state.best
@@ -150,8 +153,8 @@ class Plateau(AbstractStop[Stall]):
             return Stall(loss, 0)
         return Stall(best, state.steps + 1)
 
+    @override
     def holds(self, spent: Spent, state: Stall) -> bool:
-        """steps since the best loss >= patience."""
         return state.steps >= self.patience
 
 
@@ -162,8 +165,8 @@ class Requested(AbstractStop[None]):
 
     name: ClassVar[str] = "stopped"
 
+    @override
     def holds(self, spent: Spent, state: None) -> bool:
-        """requested."""
         return spent.requested
 
 

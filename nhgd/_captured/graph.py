@@ -11,6 +11,7 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._tape import Aside
 
@@ -65,6 +66,7 @@ class _OnStream(Aside):
     def __init__(self, capture: CudaCapture) -> None:
         self._capture, self._segment, self.done = capture, capture.segment, torch.cuda.Event()
 
+    @override
     def join(self) -> None:
         if self._segment == self._capture.segment:  # the end of a segment has joined all
             self._capture.stream.wait_event(self.done)
@@ -89,12 +91,12 @@ class CudaCapture(AbstractCapture):
         self._collects = True
         self.segment = 0
 
+    @override
     def refusal(self, device: torch.device) -> str | None:
-        """They need a CUDA device."""
         return None if device.type == "cuda" else f"CUDA graphs need a CUDA device, and theta is on {device.type}"
 
+    @override
     def open(self) -> None:
-        """Begin a graph on a stream of its own."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self.stream, self._early, self._side = (torch.cuda.Stream() for _ in range(3))
@@ -110,8 +112,8 @@ class CudaCapture(AbstractCapture):
         self._began = torch.cuda.Event()
         self._began.record(self.stream)
 
+    @override
     def close(self) -> Segment:
-        """End it."""
         self.join()
         self.segment += 1
         graph, self._graph = self._graph, None
@@ -121,14 +123,14 @@ class CudaCapture(AbstractCapture):
         return graph  # type: ignore[no-any-return]  # torch's own
 
     @contextmanager
+    @override
     def early(self) -> Iterator[Aside]:
-        """On a stream that waits for nothing."""
         with self._on(self._early, self._began) as work:
             yield work
 
     @contextmanager
+    @override
     def aside(self, kept: tuple[Tensor, ...]) -> Iterator[Aside]:
-        """On a stream that waits for what came before."""
         self._kept.append(kept)
         here = torch.cuda.Event()
         here.record(self.stream)
@@ -144,14 +146,14 @@ class CudaCapture(AbstractCapture):
             yield work
         work.done.record(stream)
 
+    @override
     def join(self) -> None:
-        """The stream of the step waits for the others."""
         for stream in self._forked:
             self.stream.wait_stream(stream)
         self._forked.clear()
 
+    @override
     def abandon(self) -> None:
-        """End what can be ended."""
         self._forked.clear()
         graph, self._graph = self._graph, None
         try:
@@ -162,8 +164,8 @@ class CudaCapture(AbstractCapture):
         finally:
             self.settled()
 
+    @override
     def settled(self) -> None:
-        """Back to the stream of the run."""
         if self._outside is not None:
             self._kept.clear()
             self._outside.__exit__(None, None, None)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._randomness import standing
 from nhgd._tape import Aside, Gathers, Later, NotRepeatable, Number, Reading, Tape, Told
@@ -54,15 +55,15 @@ class Rehearsal(Tape):
         if standing(self.device) != self._standing:
             raise NotRepeatable("a step draws random numbers, such as those of dropout")
 
+    @override
     def number(self, make: Callable[[], float]) -> float:
-        """Make it."""
         self.kinds.append("number")
         value = float(self._made(make))
         self.numbers.append(value)
         return Number.of(value, lambda: value)
 
+    @override
     def fed(self, value: Number) -> Tensor:
-        """Send it."""
         known = self._fed.get(id(value))
         if known is None:
             self.kinds.append("fed")
@@ -71,55 +72,56 @@ class Rehearsal(Tape):
             known = self._fed[id(value)] = (value, made)
         return known[1]
 
+    @override
     def index(self, make: Callable[[], Tensor]) -> Tensor:
-        """Make and send them."""
         self.kinds.append("index")
         made = self._made(make)
         self.indices.append(made)
         return made.to(self.device)
 
+    @override
     def batch(self, stream: Gathers) -> Any:
-        """Draw, send and gather it."""
         self.draws[id(stream)] = self.draws.get(id(stream), 0) + 1
         if "island" not in self.kinds:
             self.early.append((len(self.indices), stream))
         return stream.gathered(self.index(stream.next_index))
 
+    @override
     def aside(self, kept: tuple[Tensor, ...]) -> AbstractContextManager[Aside]:
-        """One thing after another."""
         return nullcontext(Aside())
 
+    @override
     def at_end(self, do: Callable[[], None]) -> None:
-        """Done when the states are back at their places."""
         self.ends.append(do)
 
+    @override
     def join(self) -> None:
-        """Nothing goes on beside."""
+        pass
 
+    @override
     def effect(self, do: Callable[[], None]) -> None:
-        """Do it."""
         self.kinds.append("effect")
         self._made(do)
 
+    @override
     def island(self, work: Callable[[], T]) -> T:
-        """Do it."""
         self.kinds.append("island")
         result = self._made(work)
         self.results.append(map_tensors(lambda t: t, result))  # in containers of their own: a state may hold the others
         return result
 
+    @override
     def reading(self, tensor: Tensor) -> Reading:
-        """Note it."""
         self.readings.append(tensor.detach())
         return Reading(len(self.readings) - 1)
 
+    @override
     def later(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Later:
-        """Note it."""
         self.laters.append(Later(make, arguments))
         return self.laters[-1]
 
+    @override
     def told(self, make: Callable[[], Any]) -> Told:
-        """Ask and note it."""
         self.kinds.append("told")
         self.told_things.append(make())
         return Told(len(self.told_things) - 1)

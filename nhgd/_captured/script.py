@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._captured.graph import AbstractCapture
 from nhgd._captured.rehearsal import Rehearsal
@@ -102,6 +103,7 @@ class Script(Tape):
             with self._capture.early() as work:
                 self._early[number] = (stream.gathered(index), work)
 
+    @override
     def batch(self, stream: Gathers) -> Any:
         """Gathered at the start of the step where its samples are known there."""
         number = self._index_count
@@ -112,8 +114,8 @@ class Script(Tape):
         work.join()
         return found
 
+    @override
     def aside(self, kept: tuple[Tensor, ...]) -> AbstractContextManager[Aside]:
-        """On a stream of its own."""
         self._kept += sum(t.numel() * t.element_size() for t in kept)
         if self._kept > ROOM:
             return nullcontext(Aside())
@@ -149,8 +151,8 @@ class Script(Tape):
         if found != kind:
             raise NotRepeatable("a step did otherwise when it was captured than when it was rehearsed")
 
+    @override
     def number(self, make: Callable[[], float]) -> float:
-        """That of the rehearsal; in other steps it is made anew, here in their order."""
         self._expect("number")
         cell = [next(self._numbers)]
 
@@ -160,8 +162,8 @@ class Script(Tape):
         self.lines.append(line)
         return Number.of(cell[0], lambda: cell[0])
 
+    @override
     def fed(self, value: Number) -> Tensor:
-        """Its place on the device."""
         known = self._fed.get(id(value))
         if known is None:
             self._expect("fed")
@@ -171,8 +173,8 @@ class Script(Tape):
             known = self._fed[id(value)] = (value, self.arena.numbers[place])
         return known[1]
 
+    @override
     def index(self, make: Callable[[], Tensor]) -> Tensor:
-        """Their place on the device."""
         self._expect("index")
         like = next(self._indices)
         self._index_count += 1
@@ -182,20 +184,22 @@ class Script(Tape):
         self.lines.append(lambda row: put(row, place, make()))
         return self.arena.indices[place].reshape(like.shape)
 
+    @override
     def at_end(self, do: Callable[[], None]) -> None:
-        """After the last segment."""
         self._ends.append(do)
 
+    @override
     def join(self) -> None:
-        """As the capture does."""
         self._capture.join()
 
+    @override
     def effect(self, do: Callable[[], None]) -> None:
         """Done while noting, too: what the host decides by it must come out as in the rehearsal."""
         self._expect("effect")
         do()
         self.lines.append(lambda row: do())
 
+    @override
     def island(self, work: Callable[[], T]) -> T:
         """The segment before it ends, and another begins."""
         self._expect("island")
@@ -212,18 +216,18 @@ class Script(Tape):
         self._capture.open()
         return result
 
+    @override
     def reading(self, tensor: Tensor) -> Reading:
-        """It is read with all others, after the step."""
         self._readings.append(tensor.detach())
         return Reading(len(self._readings) - 1)
 
+    @override
     def later(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Later:
-        """Note it."""
         self.laters.append(Later(make, arguments))
         return self.laters[-1]
 
+    @override
     def told(self, make: Callable[[], Any]) -> Told:
-        """Asked in each step."""
         self._expect("told")
         self._told_count += 1
         self.lines.append(lambda row: self._told.append(make()))

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd import _tape as tape
 from nhgd._recording.accounting import Call, LayerCall, Scores
@@ -120,6 +121,7 @@ class Recorder(Tap):
         """The inner gradient on a batch, at the problem's current theta and v, with its record."""
         return Objective(self.problem, batch).step(self, self.calls)
 
+    @override
     def passed(self, problem: Bilevel, batch: Batch) -> TappedPass:
         """One forward and one backward pass over a batch, and a look at layers that are new."""
         return self.watched(batch)
@@ -212,11 +214,13 @@ class Recorder(Tap):
         found.own, found.scores = list(given[: len(leaves)]), given[len(leaves) :]
         found.passes += not self._takes_roots(found)  # else the first record alone takes them, to fall back on
 
+    @override
     def agree(self, reduction: Reduction) -> None:
         """Take up which parameters samples elsewhere met outside their layers."""
         known = self.verification.unaccounted
         self.verification.unaccounted = reduction.union(known, self.problem.theta.names)
 
+    @override
     def record(
         self, batch: Batch, found: Pass, gradient: Sequence[Tensor], reduction: Reduction | None = None
     ) -> InnerRecord:

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from typing_extensions import override
 
 from nhgd import _tape as tape
 from nhgd._randomness import set_states, states
@@ -308,6 +309,7 @@ class CrossTap(Tap):
         self._seen: TappedPass | None = None
         self._weights: Tensor | None = None
 
+    @override
     def passed(self, problem: Bilevel, batch: Batch) -> Pass:
         """The pass of the recorder; where samples influence each other, and nothing is recorded, a plain one."""
         assert self.along is not None
@@ -381,14 +383,14 @@ class CrossTap(Tap):
         finally:
             _draw_from(after, device)
 
+    @override
     def agree(self, reduction: Reduction) -> None:
-        """As the recorder does."""
         self.weighing.recorder.agree(reduction)
 
+    @override
     def record(
         self, batch: Batch, found: Pass, gradient: Sequence[Tensor], reduction: Reduction | None = None
     ) -> InnerRecord | None:
-        """That of the recorder, if one is wanted."""
         return self.weighing.recorder.record(batch, found, gradient, reduction) if self.recording else None
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_ty
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import is_class
 
@@ -53,47 +54,48 @@ class Kind(ABC):
 class SequenceKind(Kind):
     """Tuples and lists."""
 
+    @override
     def parts(self, tree: Any) -> Collection[Any]:
-        """The items."""
         items: Collection[Any] = tree
         return items
 
+    @override
     def steps(self, tree: Any) -> list[str]:
-        """Their places."""
         return [f"[{i}]" for i in range(len(tree))]
 
+    @override
     def rebuilt(self, tree: Any, parts: Sequence[Any]) -> Any:
-        """One of other items."""
         return self.made(type(tree), (), parts)
 
+    @override
     def made(self, cls: type, rest: tuple[Any, ...], holders: Sequence[Any]) -> Any:
-        """One of these items."""
         return cls(holders)
 
 
 class NamedTupleKind(SequenceKind):
     """Named tuples, whose parts are positional arguments."""
 
+    @override
     def made(self, cls: type, rest: tuple[Any, ...], holders: Sequence[Any]) -> Any:
-        """One of these items."""
         return cls(*holders)
 
 
 class MappingKind(Kind):
     """Dicts and other mappings, in their own order."""
 
+    @override
     def parts(self, tree: Any) -> Collection[Any]:
-        """The values."""
         return [tree[key] for key in tree]
 
+    @override
     def steps(self, tree: Any) -> list[str]:
-        """The keys."""
         return [f"[{key!r}]" for key in tree]
 
+    @override
     def rest(self, tree: Any) -> tuple[Any, ...]:
-        """The keys."""
         return tuple(tree)
 
+    @override
     def made(self, cls: type, rest: tuple[Any, ...], holders: Sequence[Any]) -> Any:
         """A mapping of these values; a dict where the class cannot be made from a dict."""
         named = dict(zip(rest, holders, strict=True))
@@ -102,8 +104,8 @@ class MappingKind(Kind):
         except TypeError:
             return named
 
+    @override
     def rebuilt(self, tree: Any, parts: Sequence[Any]) -> Any:
-        """One of other values; of a subclass of dict with its attributes. A copy of another mapping might share its items."""
         if type(tree) is dict or not isinstance(tree, (dict, UserDict)):
             return self.made(type(tree), self.rest(tree), parts)
         made = copy.copy(tree)
@@ -130,19 +132,19 @@ class DataclassKind(Kind):
     def _set(self, tree: Any) -> list[str]:
         return [name for name in self._names if hasattr(tree, name)]
 
+    @override
     def parts(self, tree: Any) -> Collection[Any]:
-        """The values of the fields."""
         try:
             return self._get(tree)
         except AttributeError:  # a field without a value
             return [getattr(tree, name) for name in self._set(tree)]
 
+    @override
     def steps(self, tree: Any) -> list[str]:
-        """The names of the fields."""
         return [f".{name}" for name in self._set(tree)]
 
+    @override
     def rebuilt(self, tree: Any, parts: Sequence[Any]) -> Any:
-        """One of other fields. Attributes that are no fields are kept, values of cached properties are not."""
         names = self._names if len(parts) == len(self._names) else self._set(tree)
         if self._is_simple:  # what copy.copy does, at a third of its time
             made = object.__new__(type(tree))
@@ -154,17 +156,18 @@ class DataclassKind(Kind):
             vars(made).pop(name, None)
         return made
 
+    @override
     def holders(self, tree: Any) -> Collection[Any]:
-        """The values of the fields that may hold tensors."""
         try:
             return self._get_holding(tree)
         except AttributeError:
             return self.parts(tree)
 
+    @override
     def rest(self, tree: Any) -> tuple[Any, ...]:
-        """The values of the other fields."""
         return self._get_plain(tree)
 
+    @override
     def made(self, cls: type, rest: tuple[Any, ...], holders: Sequence[Any]) -> Any:
         """One with these fields, also where it is frozen."""
         return _with_attributes(object.__new__(cls), (*self._plain, *self._holding), (*rest, *holders))

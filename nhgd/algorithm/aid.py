@@ -7,6 +7,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd import _tape as tape
 from nhgd.algorithm.base import AbstractAlgorithm
@@ -59,27 +60,28 @@ class AID(AbstractAlgorithm):
         check_batches("AID", self.batches)
 
     @classmethod
+    @override
     def presets(cls) -> dict[str, AbstractAlgorithm]:
-        """T1-T2: the Hessian taken as the identity."""
         return {"t1t2": cls(inverse=Identity())}
 
     @property
+    @override
     def online(self) -> AbstractInverse | None:
-        """The inverse."""
         return self.inverse
 
     @property
+    @override
     def not_repeatable(self) -> str | None:
-        """What reads numbers in its steps."""
         return None
 
+    @override
     def init(self, loop: Loop) -> AIDState:
         """Remember where theta starts, and how much of the inner steps the curvature takes."""
         calibrate(loop)
         return AIDState(loop.problem.theta.flat(), horizon=loop.horizon(self.warm_start))
 
+    @override
     def step(self, loop: Loop, state: AIDState) -> tuple[AIDState, StepInfo]:
-        """One outer step."""
         if not self.warm_start:
             loop.problem.theta.assign(state.theta)
         losses = [loop.inner_step() for _ in range(loop.settings.inner_steps)]

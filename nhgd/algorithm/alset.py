@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
+from typing_extensions import override
 
 from nhgd._validation import counted
 from nhgd.algorithm.base import AbstractAlgorithm
@@ -56,12 +57,13 @@ class ALSET(AbstractAlgorithm):
         counted("ALSET", K=self.K)
         check_series("ALSET", self.K, self.phi)
 
+    @override
     def init(self, loop: Loop) -> ALSETState:
         """The scale is found at the first step, unless it was given."""
         return ALSETState(self.phi)
 
+    @override
     def step(self, loop: Loop, state: ALSETState) -> tuple[ALSETState, StepInfo]:
-        """One outer step."""
         losses = [loop.inner_step() for _ in range(loop.settings.inner_steps)]
         sample = draw(loop, self.estimator, self.K - 1, hold=False)
         found, phi = scaled(loop, sample, self.phi, state.phi)

@@ -7,6 +7,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import counted, positive
 from nhgd.algorithm.base import AbstractAlgorithm
@@ -63,14 +64,15 @@ class AmIGO(AbstractAlgorithm):
         if self.beta is not None:
             positive("AmIGO", beta=self.beta)
 
+    @override
     def init(self, loop: Loop) -> AmIGOState:
         """x begins at zero, and comes near a solution over many outer steps."""
         loop.complaints.patient = True
         loop.complaints.mends = HALVINGS if self.beta is None else 0
         return AmIGOState(None, self.beta)
 
+    @override
     def step(self, loop: Loop, state: AmIGOState) -> tuple[AmIGOState, StepInfo]:
-        """One outer step."""
         losses = [loop.inner_step() for _ in range(loop.settings.inner_steps)]
         at = loop.oracle(loop.inner_batches(self.K), loop.outer.next())
         beta = state.beta

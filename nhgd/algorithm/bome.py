@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import positive
 from nhgd.algorithm.base import AbstractAlgorithm
@@ -85,6 +86,7 @@ class BOME(AbstractAlgorithm):
         if self.pulled_lr is not None:
             as_schedule(self.pulled_lr, "pulled_lr")
 
+    @override
     def init(self, loop: Loop) -> BOMEState:
         """Both inner variables begin as one, and a step of v that was given as a number begins to fall."""
         loop.plain_rate("BOME")
@@ -93,8 +95,8 @@ class BOME(AbstractAlgorithm):
             loop.v.schedule = Power(alpha.lr, 1.0, offset=self.halved_after)
         return BOMEState(loop.problem.theta.flat())
 
+    @override
     def step(self, loop: Loop, state: BOMEState) -> tuple[BOMEState, StepInfo]:
-        """One outer step."""
         problem = loop.problem
         problem.theta.assign(state.pulled)
         losses = [loop.inner_step() for _ in range(loop.settings.inner_steps)]

@@ -8,6 +8,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import counted, not_negative
 from nhgd.algorithm.base import AbstractAlgorithm
@@ -72,12 +73,12 @@ class BSA(AbstractAlgorithm):
         """t_k."""
         return math.ceil(T * math.pow(k + 1, self.growth) - 1e-9)
 
+    @override
     def init(self, loop: Loop) -> BSAState:
-        """Remember where theta starts."""
         return BSAState(loop.problem.theta.flat(), self.phi)
 
+    @override
     def step(self, loop: Loop, state: BSAState) -> tuple[BSAState, StepInfo]:
-        """One outer step."""
         if not self.warm_start:
             loop.problem.theta.assign(state.theta)
         count = self.inner_steps(loop.settings.inner_steps, loop.clock.k)

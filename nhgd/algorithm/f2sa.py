@@ -7,6 +7,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import not_negative, positive
 from nhgd.algorithm.base import AbstractAlgorithm
@@ -67,21 +68,22 @@ class F2SA(AbstractAlgorithm):
         not_negative("F2SA", growth=self.growth)
 
     @classmethod
+    @override
     def presets(cls) -> dict[str, AbstractAlgorithm]:
-        """The variant whose noise cancels."""
         return {"f2sa-shared": cls(shared=True)}
 
     def multiplier(self, k: int) -> float:
         """The weight of the inner objective at outer step k, from 0."""
         return self.first * float((k + 1) ** self.growth)
 
+    @override
     def init(self, loop: Loop) -> F2SAState:
         """Both inner variables begin as one."""
         loop.plain_rate("F2SA")
         return F2SAState(loop.problem.theta.flat())
 
+    @override
     def step(self, loop: Loop, state: F2SAState) -> tuple[F2SAState, StepInfo]:
-        """One outer step."""
         multiplier, pulled = self.multiplier(loop.clock.k), state.pulled
         losses = []
         for _ in range(loop.settings.inner_steps):

@@ -7,6 +7,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.algorithm.soba import adjoint_rate, check_rate
@@ -61,13 +62,14 @@ class FSLA(AbstractAlgorithm):
         check_momentum("FSLA", momentum=self.momentum)
         check_rate(self.adjoint_lr)
 
+    @override
     def init(self, loop: Loop) -> FSLAState:
         """The adjoint begins at zero, and nothing lies behind."""
         v = loop.problem.v.flat()
         return FSLAState(torch.zeros_like(loop.problem.theta.flat()), v, torch.zeros_like(v))
 
+    @override
     def step(self, loop: Loop, state: FSLAState) -> tuple[FSLAState, StepInfo]:
-        """One iteration."""
         v = loop.problem.v
         eta = momentum_at(self.momentum, loop.clock)
         rate = adjoint_rate(loop, self.adjoint_lr)

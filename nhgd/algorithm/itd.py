@@ -7,6 +7,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import InputError
@@ -63,10 +64,11 @@ class ITD(AbstractAlgorithm):
             raise InputError(f"ITD: truncate must be a whole number of at least 1 or None, got {self.truncate!r}.")
 
     @classmethod
+    @override
     def presets(cls) -> dict[str, AbstractAlgorithm]:
-        """Truncated back-propagation."""
         return {"truncated": cls(truncate=5)}
 
+    @override
     def init(self, loop: Loop) -> ITDState:
         """Refuse what cannot be differentiated, and remember where theta starts."""
         loop.plain_rate("ITD")
@@ -82,8 +84,8 @@ class ITD(AbstractAlgorithm):
             )
         return ITDState(loop.problem.theta.flat())
 
+    @override
     def step(self, loop: Loop, state: ITDState) -> tuple[ITDState, StepInfo]:
-        """One outer step."""
         problem, steps, radius = loop.problem, loop.settings.inner_steps, loop.settings.project
         if not self.warm_start:
             problem.theta.assign(state.theta)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from typing_extensions import override
+
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.loop.neumann_estimate import check_series
@@ -52,10 +54,10 @@ class MRBO(AbstractAlgorithm):
         check_series("MRBO", self.K, self.phi)
         check_momentum("MRBO", inner_momentum=self.inner_momentum, outer_momentum=self.outer_momentum)
 
+    @override
     def init(self, loop: Loop) -> Trail:
-        """Nothing lies behind."""
         return set_out(loop, self.phi)
 
+    @override
     def step(self, loop: Loop, state: Trail) -> tuple[Trail, StepInfo]:
-        """One iteration."""
         return both_levels(loop, state, "sum", self.K, self.phi, self.inner_momentum, self.outer_momentum)

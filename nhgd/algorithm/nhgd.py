@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd import _tape as tape
 from nhgd._recording.recognition import Recognition
@@ -132,8 +133,8 @@ class NHGD(AbstractAlgorithm):
             counted("NHGD", natural_steps=self.natural_steps)
 
     @classmethod
+    @override
     def presets(cls) -> dict[str, AbstractAlgorithm]:
-        """The named variants."""
         literal = FisherDense(form="inverse", update="ema", beta=0.8, records="raw", warm="reset")
         return {
             "nhgd-paper": cls(inverse=literal, cross="final", batches=5),
@@ -141,8 +142,8 @@ class NHGD(AbstractAlgorithm):
             "nhgd-refined": cls(refine=5),
         }
 
+    @override
     def prepared(self, problem: Bilevel) -> NHGD:
-        """With the inverse chosen for this model."""
         inverse = completed(self.inverse, self.refine, problem.theta)
         if self.inner == "natural" and inverse.learner is None:
             raise InputError(
@@ -152,19 +153,20 @@ class NHGD(AbstractAlgorithm):
         return replace(self, inverse=inverse, refine=0)
 
     @property
+    @override
     def online(self) -> AbstractInverse | None:
-        """The inverse."""
         return self.inverse
 
     @property
+    @override
     def not_repeatable(self) -> str | None:
-        """What reads numbers in its steps."""
         if self.inner == "natural":
             return "natural steps look at the loss after each of them"
         if self.cross == "trajectory" or self.curvature == "fresh" or self.observe == "end":
             return "only cross='lagged' and 'final', carried curvature and observe='all' are captured"
         return None
 
+    @override
     def init(self, loop: Loop) -> NHGDState:
         """Remember where theta starts, and how much of the inner steps the curvature takes."""
         if self.observe == "all" and self.inner == "optimizer" and self.curvature == "carried":
@@ -174,8 +176,8 @@ class NHGD(AbstractAlgorithm):
         horizon = None if marquardt is not None else loop.horizon(self.warm_start)
         return NHGDState(loop.problem.theta.flat(), marquardt=marquardt, horizon=horizon)
 
+    @override
     def step(self, loop: Loop, state: NHGDState) -> tuple[NHGDState, StepInfo]:
-        """One outer step."""
         inverse = loop.inverse
         assert inverse is not None
         if not self.warm_start:

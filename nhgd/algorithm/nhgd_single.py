@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import not_negative
 from nhgd.algorithm.aid import check_batches
@@ -79,22 +80,23 @@ class NHGDSingle(AbstractAlgorithm):
                 " FisherDense(warm='reset'), never knows more than one. Use warm='accumulate' or warm='prior'."
             )
 
+    @override
     def prepared(self, problem: Bilevel) -> NHGDSingle:
-        """With the inverse chosen for this model."""
         return replace(self, inverse=completed(self.inverse, self.refine, problem.theta), refine=0)
 
     @property
+    @override
     def online(self) -> AbstractInverse | None:
-        """The inverse."""
         return self.inverse
 
+    @override
     def init(self, loop: Loop) -> NHGDSingleState:
         """Decide how much of the inner steps the curvature takes: ten of them count as an inner loop."""
         calibrate(loop, steps=10)
         return NHGDSingleState(horizon=loop.horizon())
 
+    @override
     def step(self, loop: Loop, state: NHGDSingleState) -> tuple[NHGDSingleState, StepInfo]:
-        """One iteration."""
         loss = loop.inner_step()
         found, lag, noted = loop.implicit(loop.inner_batches(self.batches), state.adjoint, horizon=state.horizon)
         norm = loop.move_v(found.leaves)

@@ -8,6 +8,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.algorithm.soba import adjoint_rate, check_rate
@@ -98,6 +99,7 @@ class SABA(AbstractAlgorithm):
     def __post_init__(self) -> None:
         check_rate(self.adjoint_lr)
 
+    @override
     def init(self, loop: Loop) -> SABAState:
         """The adjoint begins at zero. Data whose batches cannot be asked for again are refused."""
         for stream in (loop.inner, loop.outer):
@@ -108,8 +110,8 @@ class SABA(AbstractAlgorithm):
                 )
         return SABAState(torch.zeros_like(loop.problem.theta.flat()))
 
+    @override
     def step(self, loop: Loop, state: SABAState) -> tuple[SABAState, StepInfo]:
-        """One iteration."""
         theta, v = loop.problem.theta, loop.problem.v
         d, x = theta.numel, state.adjoint
         inner, outer = state.inner, state.outer

@@ -7,6 +7,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd import _tape as tape
 from nhgd.algorithm.base import AbstractAlgorithm
@@ -58,16 +59,16 @@ class SOBA(AbstractAlgorithm):
         check_rate(self.adjoint_lr)
 
     @property
+    @override
     def not_repeatable(self) -> str | None:
-        """What reads numbers in its steps."""
         return None
 
+    @override
     def init(self, loop: Loop) -> SOBAState:
-        """The adjoint begins at zero."""
         return SOBAState(torch.zeros_like(loop.problem.theta.flat()))
 
+    @override
     def step(self, loop: Loop, state: SOBAState) -> tuple[SOBAState, StepInfo]:
-        """One iteration."""
         at = loop.oracle([loop.inner_batch()], loop.outer.next())
         value, gradient = at.live_gradient()
         outer = at.outer()

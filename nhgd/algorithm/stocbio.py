@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import counted, positive
 from nhgd.algorithm.base import AbstractAlgorithm
@@ -82,6 +83,7 @@ class StocBiO(AbstractAlgorithm):
         shrink = max(1 - phi * self.mu, 0.0)
         return [min(samples, max(1, math.ceil(self.B * self.K * shrink**k - 1e-9))) for k in range(self.K)]
 
+    @override
     def init(self, loop: Loop) -> StocBiOState:
         """Refuse data that cannot be drawn by index, and find the scale unless it was given."""
         if self.rule == "decaying" and not isinstance(loop.inner.source, Data):
@@ -91,8 +93,8 @@ class StocBiO(AbstractAlgorithm):
             )
         return StocBiOState(self.phi)
 
+    @override
     def step(self, loop: Loop, state: StocBiOState) -> tuple[StocBiOState, StepInfo]:
-        """One outer step."""
         losses = [loop.inner_step() for _ in range(loop.settings.inner_steps)]
         outer, cross, phi = loop.outer.next(), loop.inner_batch(), state.phi
         if phi is None:

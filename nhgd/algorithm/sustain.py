@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from typing_extensions import override
+
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.loop.neumann_estimate import Estimator, check_series
@@ -56,10 +58,10 @@ class SUSTAIN(AbstractAlgorithm):
         check_series("SUSTAIN", self.K, self.phi)
         check_momentum("SUSTAIN", inner_momentum=self.inner_momentum, outer_momentum=self.outer_momentum)
 
+    @override
     def init(self, loop: Loop) -> Trail:
-        """Nothing lies behind."""
         return set_out(loop, self.phi)
 
+    @override
     def step(self, loop: Loop, state: Trail) -> tuple[Trail, StepInfo]:
-        """One iteration."""
         return both_levels(loop, state, self.estimator, self.K - 1, self.phi, self.inner_momentum, self.outer_momentum)

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
+from typing_extensions import override
+
 from nhgd._validation import counted
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.loop.loop import Loop, StepInfo
@@ -70,6 +72,7 @@ class TTSA(AbstractAlgorithm):
         counted("TTSA", epoch_steps=self.epoch_steps)
 
     @classmethod
+    @override
     def presets(cls) -> dict[str, AbstractAlgorithm]:
         """The estimator of the paper that introduced the method."""
         return {"ttsa-original": cls(estimator="randomised", growth="log")}
@@ -80,12 +83,13 @@ class TTSA(AbstractAlgorithm):
         factor = {"sqrt": math.sqrt(1 + epoch), "log": 1 + math.log(1 + epoch), "none": 1.0}[self.growth]
         return int(self.K * factor)
 
+    @override
     def init(self, loop: Loop) -> TTSAState:
         """The scale is found at the first step, unless it was given."""
         return TTSAState(self.phi)
 
+    @override
     def step(self, loop: Loop, state: TTSAState) -> tuple[TTSAState, StepInfo]:
-        """One iteration."""
         loss = loop.inner_step()
         sample = draw(loop, self.estimator, self.products(loop.clock.k), hold=False)
         found, phi = scaled(loop, sample, self.phi, state.phi)

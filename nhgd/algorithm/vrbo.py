@@ -9,6 +9,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import counted
 from nhgd.algorithm.aid import check_batches
@@ -76,12 +77,12 @@ class VRBO(AbstractAlgorithm):
         check_series("VRBO", self.K, self.phi)
         check_batches("VRBO", self.large, "large")
 
+    @override
     def init(self, loop: Loop) -> VRBOState:
-        """The first step takes large batches."""
         return VRBOState(None, None, self.phi)
 
+    @override
     def step(self, loop: Loop, state: VRBOState) -> tuple[VRBOState, StepInfo]:
-        """One outer step."""
         theta, v = loop.problem.theta, loop.problem.v
         in_theta, in_v, phi = state.in_theta, state.in_v, state.phi
         if loop.clock.k % self.q == 0 or in_theta is None or in_v is None or phi is None:

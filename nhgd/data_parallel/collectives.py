@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import positive
 from nhgd.errors import InputError, PeerError, RunError
@@ -56,15 +57,17 @@ class Alone(AbstractTeam):
     size = 1
     bytes_sent = 0
 
+    @override
     def agreed(self, number: float) -> float:
-        """The number."""
         return number
 
+    @override
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """They are what they are."""
+        pass
 
+    @override
     def assert_equal(self, **things: Iterable[Tensor]) -> None:
-        """There is nobody to differ from."""
+        pass
 
 
 @final
@@ -223,8 +226,8 @@ class Team(AbstractTeam):
 
     # Agreeing.
 
+    @override
     def agreed(self, number: float) -> float:
-        """The first worker's number, on all of them."""
         like = torch.tensor(number, dtype=torch.float64)
         return float(self.exchange([like], [0], lambda _: like)[0])
 
@@ -239,12 +242,13 @@ class Team(AbstractTeam):
         return {name for name, count in zip(known, found.tolist(), strict=True) if count > 0}
 
     @torch.no_grad()
+    @override
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite tensors, in place, by those of the first worker."""
         given = list(tensors)
         for tensor, first in zip(given, self.exchange(given, [0] * len(given), given.__getitem__), strict=True):
             tensor.copy_(first)
 
+    @override
     def assert_equal(self, **things: Iterable[Tensor]) -> None:
         """Stop the run when what ought to be the same on all workers, by name, is not."""
         digests = torch.tensor([[_digest(tensors) for tensors in things.values()]], dtype=torch.int64)

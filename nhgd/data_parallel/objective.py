@@ -9,6 +9,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._autocast import set_aside
 from nhgd._randomness import Randomness
@@ -42,30 +43,32 @@ class DividedObjective(Objective):
         self.reduction = None if shard.parts is None else shard
         super().__init__(problem, batch, seed)
 
+    @override
     def total(self, samples: int | None) -> int | None:
         """The samples of all workers."""
         return samples if self.shard.parts is None else sum(self.shard.parts)
 
+    @override
     def summed(self, terms: Sequence[Tensor], in_v: Sequence[Tensor] = ()) -> list[Tensor]:
-        """The terms summed over the workers."""
         return self.shard.sum(terms, in_v)
 
+    @override
     def anywhere(self, flag: bool) -> bool:
-        """Whether it holds on some worker."""
         return self.shard.any(flag)
 
+    @override
     def term(self, theta: Sequence[Tensor] | None = None) -> Tensor:
-        """What this worker adds to the objective, with its graph."""
         return self.share * self.losses(theta).mean() + self.problem.ridge(theta) / self.shard.team.size
 
     @contextmanager
+    @override
     def drawing(self, live: bool = False) -> Iterator[None]:
-        """The setting of one pass, in which dropout is that of this worker's seed."""
         device = self.problem.theta.device
         with set_aside(), self.shard.drawing(self.seed or 0, device) as seed, self.problem.guarded(seed, live):
             yield
 
     @contextmanager
+    @override
     def stepping(self) -> Iterator[None]:
         """The same for an inner step; without a seed, from one that follows from the common generator and the step."""
         if self.seed is not None:
@@ -80,6 +83,7 @@ class DividedObjective(Objective):
         torch.set_rng_state(before)
         return seed + STEP_SEED * self.shard.step
 
+    @override
     def passed(self, tap: Tap) -> Pass:
         """The pass of an inner step on this worker's samples, its value and gradient summed over the workers."""
         found = super().passed(tap)
@@ -125,16 +129,16 @@ class DividedOuterObjective(OuterObjective):
         self.shard = shard
 
     @contextmanager
+    @override
     def drawing(self) -> Iterator[None]:
-        """The setting of one pass, in which dropout is that of this worker's seed."""
         device = self.problem.theta.device
         with set_aside(), self.shard.drawing(self.seed, device) as seed, self.problem.guarded(seed):
             yield
 
+    @override
     def term(self) -> Tensor:
-        """What this worker adds to the loss, with its graph."""
         return self.shard.share * super().term()
 
+    @override
     def summed(self, terms: Sequence[Tensor], in_v: Sequence[Tensor] = ()) -> list[Tensor]:
-        """The terms summed over the workers."""
         return self.shard.sum(terms, in_v)

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._randomness import Randomness
 from nhgd._tree import map_tensors, tensors
@@ -44,10 +45,11 @@ class Shard(Reduction):
         return 1 / self.team.size if self.parts is None else self.parts[self.team.rank] / sum(self.parts)
 
     @property
+    @override
     def pool(self) -> Team:
-        """The workers."""
         return self.team
 
+    @override
     def total(self, samples: int) -> int:
         """The samples of the whole batch."""
         return samples if self.parts is None else sum(self.parts)
@@ -64,10 +66,11 @@ class Shard(Reduction):
         with Randomness(self.team.seed(seed), device).scope():
             yield None
 
+    @override
     def mean(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Means over the whole batch."""
         return list(tensors) if self.parts is None else self.team.mean(tensors, self.parts)
 
+    @override
     def chosen(self, samples: Tensor) -> tuple[Tensor, int, Shard]:
         """Of some samples of the batch: this worker's, how many earlier workers have, and the shard of these alone."""
         if self.parts is None:
@@ -86,15 +89,16 @@ class Shard(Reduction):
         """Whether it holds on some worker."""
         return self.team.any(flag)
 
+    @override
     def union(self, names: set[str], known: Sequence[str]) -> set[str]:
-        """Every name that some worker has."""
         return self.team.union(names, known)
 
+    @override
     def extremes(self, low: float, high: float) -> tuple[float, float]:
-        """The least and the largest of all workers' numbers."""
         ends = self.team.gather([torch.tensor([[low, high]], dtype=torch.float64)], [1] * self.team.size)[0]
         return float(ends.min()), float(ends.max())
 
+    @override
     def gathered(self, record: InnerRecord) -> InnerRecord:
         """The record of the whole batch, on every worker, in the order of the samples."""
         if isinstance(record, BatchGradient) or self.parts is None:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._tree import map_tensors, tensors
 from nhgd.errors import NhgdError
@@ -37,8 +38,8 @@ class AbstractBackground(AbstractExecutor):
         self.busy: Stopwatch | None = None
         self._moving: set[int] = set()
 
+    @override
     def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
-        """Make the first state; records of an earlier start are finished first."""
         self.drain()
         super().start(inverse, theta, v)
         for variable in (theta, v):
@@ -79,6 +80,7 @@ class AbstractBackground(AbstractExecutor):
         """The setting of all work on the state, in the thread."""
         yield
 
+    @override
     def begin(self) -> None:
         """Tell the inverse, after the records before, that a new outer step begins."""
         learner, queue = self.learner, self.queue
@@ -92,6 +94,7 @@ class AbstractBackground(AbstractExecutor):
 
         queue.put(work)
 
+    @override
     def submit(self, record: InnerRecord) -> None:
         """Queue the record; wait while more than `max_lag` are outstanding."""
         given = tensors(record)
@@ -147,6 +150,7 @@ class AbstractBackground(AbstractExecutor):
         while queue.launched and queue.launched[0].done.query():
             queue.settle()
 
+    @override
     def root_cause(self, error: NhgdError) -> NhgdError:
         """The error, or what the curvature had to say before it."""
         if self.queue.error is None:
@@ -160,12 +164,14 @@ class AbstractBackground(AbstractExecutor):
         """Wait until every submitted record is in the state."""
         self.queue.drain()
 
+    @override
     def state(self, wait: bool = False) -> tuple[Any, int]:
         """The state, and how many records it lacks; a copy, where some wait for the thread and are not waited for."""
         if wait:
             self.drain()
         return self.queue.copied(self._copied)
 
+    @override
     def curvature(self) -> Curvature:
         """What an outer step solves with: all that was submitted, unless `stale` ones are wanted.
 
@@ -175,17 +181,18 @@ class AbstractBackground(AbstractExecutor):
             self.queue.wait(lambda: self.queue.unfinished == 0, device=False)
         return Curvature(self.inverse, *self.state())
 
+    @override
     def restore(self, state: Any) -> None:
-        """Go on from the state that is given."""
         self.drain()
         self.queue.state = state
 
+    @override
     def measured(self) -> Traffic:
-        """What was done so far."""
         if self.busy is not None:
             self.traffic.curvature_seconds += self.busy.take()
         return super().measured()
 
+    @override
     def close(self) -> None:
         """End the thread; what is still queued is dropped."""
         self.queue.close()

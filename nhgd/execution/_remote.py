@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, final
 
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd.inverse.base import AbstractInverse, Learned, SolveStats
 from nhgd.inverse.capabilities import label, with_learner
@@ -38,30 +39,30 @@ class RemoteInverse(Learned[Any]):
         return label(self.inverse)
 
     @property
+    @override
     def records(self) -> RecordKind:
-        """Those of the inverse."""
         return self.inverse.records
 
     @property
+    @override
     def fisher(self) -> FisherKind:
-        """That of the inverse."""
         return self.inverse.fisher
 
+    @override
     def init(self, theta: Variable) -> Any:
-        """The state of the inverse."""
         return self.inverse.init(theta)
 
+    @override
     def observe(self, state: Any, record: InnerRecord) -> Any:
-        """As the inverse does, where the state is."""
         return self.inverse.observe(state, record)
 
+    @override
     def solve(self, state: Any, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
-        """Ask, and bring x back to where u is."""
         x, stats = self.ask(state, u, ridge)
         return x.to(u), stats
 
+    @override
     def memory(self, theta: Variable) -> int:
-        """What the inverse holds, there."""
         return self.inverse.memory(theta)
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._tree import map_tensors
 from nhgd.errors import InputError
@@ -146,6 +147,7 @@ class Device(AbstractBackground):
                 stack.enter_context(torch.cuda.stream(self._side))
             yield
 
+    @override
     def curvature(self) -> Curvature:
         """What an outer step solves with: a stand-in for the inverse, which solves where the state is."""
         found = super().curvature()
@@ -169,8 +171,8 @@ class Device(AbstractBackground):
         with self._counting:  # both threads do
             self.traffic.bytes_sent += sum(tensor.numel() * tensor.element_size() for tensor in moved)
 
+    @override
     def restore(self, state: Any) -> None:
-        """Go on from the state that is given, moved to the device."""
         if state is not None and self.device is not None:
             if self._side is not None:
                 for tensor in state.tensors().values():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, final
 
+from typing_extensions import override
+
 from nhgd import _tape as tape
 from nhgd.data_parallel import AbstractTeam
 from nhgd.execution._stopwatch import Stopwatch
@@ -33,19 +35,19 @@ class Inline(AbstractExecutor):
         self.group = Group(team)
         self.traffic.processes = self.group.team.size
 
+    @override
     def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
-        """Make the first state."""
         super().start(inverse, theta, v)
         self._state: Any = None if self.learner is None else self.learner.init(theta)
         self._busy = Stopwatch(theta.device)
 
+    @override
     def begin(self) -> None:
-        """Tell the inverse that a new outer step begins."""
         if self.learner is not None:
             self._state = begun(self.learner, self._state)
 
+    @override
     def submit(self, record: InnerRecord) -> None:
-        """Fold the record in at once."""
         assert self.learner is not None
         taken = record if reduces(self.learner) else gathered(record)
         if tape.tape() is None:
@@ -58,10 +60,11 @@ class Inline(AbstractExecutor):
     def _count(self) -> None:
         self.traffic.records += 1
 
+    @override
     def state(self, wait: bool = False) -> tuple[Any, int]:
-        """The state; it never lags."""
         return self._state, 0
 
+    @override
     def curvature(self) -> Curvature:
         """The state as it stands; what a solve would make of it first is divided, where it can be."""
         state, pool = self._state, self.group.pool
@@ -69,10 +72,11 @@ class Inline(AbstractExecutor):
             state = self.learner.divided(state, pool)
         return Curvature(self.inverse, state, 0)
 
+    @override
     def restore(self, state: Any) -> None:
-        """Go on from the state that is given."""
         self._state = state
 
+    @override
     def measured(self) -> Traffic:
         """What was done so far; the inner loop waited for all of it."""
         if hasattr(self, "_busy"):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeAlias, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._tree import tensors
 from nhgd.errors import InputError
@@ -107,6 +108,7 @@ class Stream(AbstractBackground):
         return learner.observe(state, record, self._replay([graphable], [record], _only, capture=False))
 
     @contextmanager
+    @override
     def scope(self) -> Iterator[None]:
         """An outer step runs on the inner stream, after what was launched before it and before what comes next."""
         if self._side is None:
@@ -161,8 +163,8 @@ class Stream(AbstractBackground):
         stream.wait_event(self._marker)
         return self._switch(stream)
 
+    @override
     def begin(self) -> None:
-        """Tell the inverse that a new outer step begins, at once where nothing is queued before."""
         self._catch_up()
         if not self.queue.is_open or self.queue.unfinished:
             super().begin()
@@ -170,6 +172,7 @@ class Stream(AbstractBackground):
         self.queue.raise_error()
         self._beginning = True
 
+    @override
     def submit(self, record: InnerRecord) -> None:
         """Gather the record, to be launched from here, or queue it for the thread."""
         if not self._direct(record):
@@ -267,6 +270,7 @@ class Stream(AbstractBackground):
         self._place.add_(1).remainder_(len(self._log))
         self._shown.copy_(self._log, non_blocking=True)  # what is written twice while it is read is the same
 
+    @override
     def outstanding(self) -> int:
         """How many records are not in the state yet, also those that are not launched."""
         queue = self.queue
@@ -282,17 +286,20 @@ class Stream(AbstractBackground):
             self.queue.wait(lambda: not self.queue.launched)
             self._ahead = None
 
+    @override
     def inner_loop_ended(self) -> bool:
         """Launch what was gathered; the host does not wait for what was launched from here."""
         self._launch()
         return super().inner_loop_ended()
 
+    @override
     def drain(self) -> None:
         """Wait until every submitted record is folded in."""
         self._launch()
         super().drain()
         self._ahead = None
 
+    @override
     def raise_deferred(self) -> None:
         """Look at what the device has found by now; nothing is waited for."""
         super().raise_deferred()
@@ -305,6 +312,7 @@ class Stream(AbstractBackground):
         event.record(self._side)
         return state, lambda: self._join(event)
 
+    @override
     def state(self, wait: bool = False) -> tuple[Any, int]:
         """The state, which the inner stream reads after the side stream's work on it."""
         self._launch()
@@ -320,13 +328,13 @@ class Stream(AbstractBackground):
                     tensor.record_stream(here)
         return state, lag
 
+    @override
     def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
-        """Make the first state; records of an earlier start are finished first."""
         super().start(inverse, theta, v)
         self._take_over()
 
+    @override
     def restore(self, state: Any) -> None:
-        """Go on from the state that is given, which was made on the stream that is current here."""
         super().restore(state)
         self._mark()()
         self._take_over()
@@ -344,14 +352,15 @@ class Stream(AbstractBackground):
         here.wait_event(event)
         self._waiting.end(began, here)
 
+    @override
     def close(self) -> None:
         """End the thread; what is still queued is dropped."""
         self._gathered.clear()
         self._beginning = False
         super().close()
 
+    @override
     def measured(self) -> Traffic:
-        """What was done so far."""
         if self._side is not None:
             self.traffic.waited_seconds += self._waiting.take()
         return super().measured()

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd import _tape as tape
 from nhgd.data.batch import Batch
@@ -218,6 +219,7 @@ class Implicit(AbstractHypergradient):
     name: ClassVar[str] = "implicit"
     measure: bool = True
 
+    @override
     def estimate(
         self,
         problem: Bilevel,
@@ -227,7 +229,6 @@ class Implicit(AbstractHypergradient):
         seed: int = 0,
         calls: OracleCalls | None = None,
     ) -> Hypergradient:
-        """Learn the inverse from the batches if it learns, then apply the formula."""
         calls = OracleCalls() if calls is None else calls
         state = learn(inverse, problem, inner_batches, seed, calls)
         at = Oracle(problem, inner_batches, outer_batch, seed, calls)

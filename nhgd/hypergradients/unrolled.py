@@ -8,6 +8,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import counted, positive
 from nhgd.data.batch import Batch
@@ -120,6 +121,7 @@ class Unrolled(AbstractHypergradient):
         if self.truncate is not None and not 1 <= self.truncate <= self.steps:
             raise InputError(f"Unrolled: truncate must lie between 1 and steps ({self.steps}), got {self.truncate}.")
 
+    @override
     def estimate(
         self,
         problem: Bilevel,

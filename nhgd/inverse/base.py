@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar, final
 
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import Validated
 from nhgd.oracle import Oracle
@@ -100,11 +101,12 @@ class Learned(AbstractInverse, Generic[S]):
 
     @final
     @property
+    @override
     def learner(self) -> Learned[S]:
-        """Itself."""
         return self
 
     @final
+    @override
     def apply(self, state: S, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Solve with the ridge of the point; no start is needed."""
         return self.solve(state, u, oracle.ridge)
@@ -120,12 +122,13 @@ class Iterative(AbstractInverse):
 
     @final
     @property
+    @override
     def learner(self) -> None:
-        """Nothing learns."""
+        pass
 
     @final
+    @override
     def apply(self, state: Any, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
-        """Solve; there is no state."""
         return self.solve(u, oracle, start)
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import counted, not_negative
 from nhgd.errors import NonFiniteError
@@ -64,6 +65,7 @@ class Broyden(Iterative):
         counted("Broyden", steps=self.steps, pairs=self.pairs)
         not_negative("Broyden", tol=self.tol, damping=self.damping)
 
+    @override
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` where it is better than zero, or from the normalised u."""
         before = oracle.calls.hvps
@@ -128,6 +130,7 @@ class Broyden(Iterative):
         found = oracle.hvp(x)
         return found.add_(x, alpha=self.damping) if self.damping else found
 
+    @override
     def memory(self, theta: Variable) -> int:
         """Three vectors for each pair, and x, the best x, r, s, y and what an update needs."""
         return vector_bytes(theta, 3 * min(self.pairs, self.steps + 1) + 8)

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd import _tape as tape
 from nhgd._validation import counted, not_negative
@@ -61,6 +62,7 @@ class CG(Iterative):
         """Whether its damping is "auto"."""
         return self.damping == "auto"
 
+    @override
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` where it is better than zero, or from zero."""
         before = oracle.calls.hvps
@@ -75,6 +77,7 @@ class CG(Iterative):
         found = oracle.hvp(x)
         return found if self.damping == "auto" or not self.damping else found.add_(x, alpha=self.damping)
 
+    @override
     def memory(self, theta: Variable) -> int:
         """x, r, p and Hp, and the best x and r."""
         return vector_bytes(theta, 6)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import counted, not_negative
 from nhgd.errors import InputError, NonFiniteError
@@ -46,8 +47,8 @@ class Exact(Iterative):
         not_negative("Exact", damping=self.damping)
         counted("Exact", max_dim=self.max_dim)
 
+    @override
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
-        """Form H and solve."""
         before = oracle.calls.hvps
         found = self._factorised(oracle)
         x, residual, outside = found.solve(u)
@@ -71,6 +72,7 @@ class Exact(Iterative):
         hessian.diagonal().add_(self.damping)
         return Factorised(hessian, oracle.problem.theta.dtype)
 
+    @override
     def memory(self, theta: Variable) -> int:
         """Four times H in float64, which its eigenvalues need."""
         return theta.numel**2 * 32

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import positive
 from nhgd.errors import InputError, NonFiniteError
@@ -146,8 +147,8 @@ class FisherDense(Learned[DenseState]):
         """Whether its damping is "auto", in the matrix form."""
         return self.damping == "auto" and self.form == "matrix"
 
+    @override
     def init(self, theta: Variable) -> DenseState:
-        """The prior, or zeros."""
         if theta.numel > self.max_dim:
             raise InputError(
                 f"FisherDense would keep a {theta.numel} x {theta.numel} array"
@@ -191,6 +192,7 @@ class FisherDense(Learned[DenseState]):
         return Graphable(key, work, ahead, self._judged)
 
     @torch.no_grad()
+    @override
     def observe(self, state: DenseState, record: InnerRecord, ready: Tensor | None = None) -> DenseState:
         """Fold in one inner step. The array of the given state is updated in place, or is already where `ready` tells of it."""
         gain = self._gain(state.count)
@@ -307,6 +309,7 @@ class FisherDense(Learned[DenseState]):
             f" mean curvature (limit {limit:.2g}), so rounding spoils the others"
         )
 
+    @override
     def solve(self, state: DenseState, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         """One Cholesky factorisation, or one product with A."""
         apply, notes = self._factorised(state, ridge)
@@ -350,6 +353,7 @@ class FisherDense(Learned[DenseState]):
 
         return apply, notes
 
+    @override
     def memory(self, theta: Variable) -> int:
         """The array, and its copy when A is made symmetric, or the shifted array and its factor."""
         return theta.numel**2 * self.dtype.itemsize * (2 if self.form == "inverse" else 3)

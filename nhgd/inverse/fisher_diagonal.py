@@ -7,6 +7,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import counted, positive
 from nhgd.errors import InputError
@@ -101,8 +102,8 @@ class FisherDiagonal(LayerMeans[FisherDiagonalState]):
     def _precision(self, theta: Variable) -> torch.dtype:
         return self.dtype or torch.promote_types(theta.dtype, torch.float32)
 
+    @override
     def init(self, theta: Variable) -> FisherDiagonalState:
-        """Nothing observed."""
         places = theta.slices()
         return FisherDiagonalState(
             torch.zeros(theta.numel, dtype=self._precision(theta), device=theta.device),
@@ -111,6 +112,7 @@ class FisherDiagonal(LayerMeans[FisherDiagonalState]):
         )
 
     @torch.no_grad()
+    @override
     def observe(self, state: FisherDiagonalState, record: InnerRecord) -> FisherDiagonalState:
         """Fold the batch into the running mean; the state that was given stays as it was."""
         assert isinstance(record, LayerStatistics)
@@ -141,8 +143,8 @@ class FisherDiagonal(LayerMeans[FisherDiagonalState]):
         return FisherDiagonalState(diagonal, state.starts, state.sizes, mass, of_batch, state.observed + 1)
 
     @torch.no_grad()
+    @override
     def solve(self, state: FisherDiagonalState, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
-        """One division."""
         if state.observed == 0:
             raise InputError(
                 "FisherDiagonal has observed no inner step yet, so there is nothing to invert. Run an inner step first, or"
@@ -157,6 +159,7 @@ class FisherDiagonal(LayerMeans[FisherDiagonalState]):
         x = (u.to(entries.dtype) / entries).to(u.dtype)
         return x, SolveStats(None, 0, True, {"damping": damping} | statistics_note(state.batch_objective))
 
+    @override
     def memory(self, theta: Variable) -> int:
         """The mean, the batch's own, the sum with the ridge, and x."""
         return 4 * theta.numel * self._precision(theta).itemsize

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from nhgd._recording.accounting import held
 from nhgd._validation import positive
@@ -141,6 +142,7 @@ class FisherWindow(Periodic[WindowState]):
         memory = None if self.effort is None else self.effort.memory
         return self.window if memory is None else min(self.window, memory)
 
+    @override
     def init(self, theta: Variable) -> WindowState:
         """An empty ring; its arrays are made when the first record shows their shapes."""
         places = theta.slices()
@@ -149,8 +151,8 @@ class FisherWindow(Periodic[WindowState]):
             {name: place.stop - place.start for name, place in places.items()},
         )
 
+    @override
     def observe(self, state: WindowState, record: InnerRecord) -> WindowState:
-        """Put the samples of one inner step in the ring. The arrays of the given state are updated in place."""
         news = self._news(state, record)
         if state.gram is None:
             self._refuse_many(news.roots)
@@ -251,6 +253,7 @@ class FisherWindow(Periodic[WindowState]):
             weights = weights / weights.sum()
         return weights.repeat_interleave(len(state.gram) // self.length)
 
+    @override
     def solve(self, state: WindowState, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         """One Cholesky factorisation of a matrix with a row for each row of the window."""
         apply, notes = self._factorised(state, ridge)
@@ -312,6 +315,7 @@ class FisherWindow(Periodic[WindowState]):
 
         return apply, {"damping": damping, "samples": state.filled, "rows": count}
 
+    @override
     def memory(self, theta: Variable) -> int:
         """The ring, the Gram matrix three times (kept, scaled, factorised) and the pieces of a product.
 

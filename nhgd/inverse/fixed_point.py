@@ -9,6 +9,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import counted, not_negative, positive
 from nhgd.inverse._krylov.pcg import first_iterate
@@ -56,6 +57,7 @@ class FixedPoint(Iterative):
         if self.lr is not None:
             positive("FixedPoint", lr=self.lr)
 
+    @override
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` where it is better than zero, or from zero."""
         before = oracle.calls.hvps
@@ -81,6 +83,7 @@ class FixedPoint(Iterative):
         }
         return x, SolveStats(residual, oracle.calls.hvps - before, residual <= self.tol, notes)
 
+    @override
     def memory(self, theta: Variable) -> int:
         """x, the residual, its product."""
         return vector_bytes(theta, 3)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import positive
 from nhgd.inverse.base import Iterative, SolveStats
@@ -37,10 +38,10 @@ class Identity(Iterative):
     def __post_init__(self) -> None:
         positive("Identity", scale=self.scale)
 
+    @override
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
-        """Scale u."""
         return self.scale * u, SolveStats(residual=None, hvps=0, converged=True)
 
+    @override
     def memory(self, theta: Variable) -> int:
-        """Nothing is held."""
         return 0

@@ -8,6 +8,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import counted, not_negative, positive
 from nhgd.inverse._krylov.curvature import DirectionalCurvature
@@ -57,8 +58,8 @@ class Neumann(Iterative):
         if self.phi is not None:
             positive("Neumann", phi=self.phi)
 
+    @override
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
-        """Sum the series."""
         before = oracle.calls.hvps
         phi = safe_step(oracle, u, self.power_steps, self.damping) if self.phi is None else self.phi
         seen = DirectionalCurvature("Neumann", u.dtype)
@@ -96,6 +97,7 @@ class Neumann(Iterative):
                 break
         return phi * x, residual, False
 
+    @override
     def memory(self, theta: Variable) -> int:
         """The sum, the term, its product."""
         return vector_bytes(theta, 3)

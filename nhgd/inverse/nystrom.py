@@ -8,6 +8,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import counted, not_negative
 from nhgd.errors import NonFiniteError
@@ -56,8 +57,8 @@ class Nystrom(Iterative):
         if self.rho is not None:
             not_negative("Nystrom", rho=self.rho)
 
+    @override
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
-        """Draw the columns and apply the inverse."""
         before = oracle.calls.hvps
         approximation = self._approximate(oracle, u)
         x = approximation.inverse(u)
@@ -103,6 +104,7 @@ class Nystrom(Iterative):
         block = columns[chosen]  # W
         return _Approximation(columns, (block + block.T) / 2, diagonal, rho, torch.finfo(like.dtype).eps)
 
+    @override
     def memory(self, theta: Variable) -> int:
         """The columns in theta's dtype, and three times in float64."""
         rank = min(self.rank, theta.numel)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, final
 
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd import _tape as tape
 from nhgd._validation import counted, not_negative
@@ -76,14 +77,15 @@ class Refined(AbstractInverse):
         return f"refined({label(self.inverse)}, {self.steps})"
 
     @property
+    @override
     def learner(self) -> Learned[Any] | None:
-        """That of the inverse inside."""
         return self.inverse.learner
 
     def with_learner(self, learner: Learned[Any]) -> Refined:
         """The inverse inside with another learner."""
         return replace(self, inverse=with_learner(self.inverse, learner))
 
+    @override
     def apply(self, state: Any, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` where it is better than zero, or from zero."""
         before = oracle.calls.hvps
@@ -94,6 +96,7 @@ class Refined(AbstractInverse):
         converged = tape.later(lambda left: left <= self.tol, residual)
         return x, SolveStats(residual, oracle.calls.hvps - before, converged, notes)
 
+    @override
     def memory(self, theta: Variable) -> int:
         """The inverse inside, x, r, z, p and Hp, and the best x and r."""
         return self.inverse.memory(theta) + vector_bytes(theta, 7)

@@ -9,6 +9,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import counted, not_negative, positive
 from nhgd.inverse._krylov.richardson import richardson, safe_step
@@ -57,6 +58,7 @@ class QuadraticSGD(Iterative):
         if self.beta is not None:
             positive("QuadraticSGD", beta=self.beta)
 
+    @override
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Take all steps from `start`, or from zero."""
         before = oracle.calls.hvps
@@ -88,6 +90,7 @@ class QuadraticSGD(Iterative):
         converged = not diverged and (residual is None or residual <= POOR)
         return x, SolveStats(residual, oracle.calls.hvps - before, converged, notes)
 
+    @override
     def memory(self, theta: Variable) -> int:
         """x, the residual, the first one, their mean, a product."""
         return vector_bytes(theta, 5)

@@ -15,6 +15,7 @@ from scipy.optimize import minimize
 from sklearn.base import clone
 from sklearn.utils.validation import has_fit_parameter
 from torch import Tensor, nn
+from typing_extensions import override
 
 from nhgd._randomness import Randomness
 from nhgd.errors import InputError, RunError
@@ -62,6 +63,7 @@ class Linear(AbstractLearner):
     l2: float
     steps: int = 60
 
+    @override
     def fit(self, samples: Samples, weights: Array, start: Any = None) -> tuple[Scores, Any]:
         """Coefficients (P + 1, C), the last row of them the bias."""
         x, count = samples.x, len(samples.y)
@@ -96,6 +98,7 @@ class Module(AbstractLearner):
     seed: int
     steps: int = 200
 
+    @override
     def fit(self, samples: Samples, weights: Array, start: Any = None) -> tuple[Scores, Any]:
         """The trained module, from the template or where an earlier one stands."""
         model = copy.deepcopy(self.template if start is None else start).to(self.device).eval()
@@ -124,6 +127,7 @@ class Classifier(AbstractLearner):
 
     template: Any
 
+    @override
     def fit(self, samples: Samples, weights: Array, start: Any = None) -> tuple[Scores, Any]:
         """The logarithms of its probabilities; classes that it has not seen are as unlikely as FLOOR says."""
         model = clone(self.template)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from nhgd.errors import InputError
 from nhgd.variable import Given
@@ -65,8 +66,8 @@ class Clip(AbstractWeighting):
     box: ClassVar[tuple[float, float] | None] = (0.0, 1.0)
     by_loss: ClassVar[bool] = False
 
+    @override
     def first(self, start: float | None, like: Tensor) -> Tensor:
-        """The same weight for all, 0.5 unless told."""
         return like.new_full((self.samples,), 0.5 if start is None else start)
 
     def _learnt(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
@@ -83,8 +84,8 @@ class Sigmoid(AbstractWeighting):
 
     by_loss: ClassVar[bool] = False
 
+    @override
     def first(self, start: float | None, like: Tensor) -> Tensor:
-        """The same weight for all, 0.5 unless told."""
         return like.new_full((self.samples,), _logit(0.5 if start is None else start))
 
     def _learnt(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
@@ -108,6 +109,7 @@ class ByLoss(AbstractWeighting):
     trade with the ridge.
     """
 
+    @override
     def first(self, start: float | None, like: Tensor) -> Tensor:
         """a = 0, and b such that a sample without loss has the weight `start`, above 0.5; 0.8 unless told."""
         return like.new_tensor([0.0, math.log(_threshold(start))])
@@ -151,6 +153,7 @@ class ByNet(AbstractWeighting):
     trusted sets are small and the first steps should not believe what fits least.
     """
 
+    @override
     def first(self, start: float | None, like: Tensor) -> LossNet:
         """The net; a sample without loss has the weight `start`, above 0.5; 0.8 unless told."""
         return LossNet(_threshold(start)).to(like.device, like.dtype)

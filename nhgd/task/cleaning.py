@@ -10,6 +10,7 @@ from typing import Any, ClassVar, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from nhgd._randomness import Randomness
 from nhgd._solution import Solution
@@ -213,8 +214,8 @@ class Cleaning(AbstractTask):
             )
         return n, m, e
 
+    @override
     def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> CleaningInstance:
-        """Load the data, set the problem up and bring theta to its start."""
         sets = self.load(seed, device, data)
         weighting = WEIGHTINGS[self.weights](len(sets.train.y))
         model = self._model(sets.train.x, seed)
@@ -311,6 +312,7 @@ class CleaningInstance(Instance):
     training: WeightedTraining
     inner_lr: float
 
+    @override
     def solver_settings(self) -> dict[str, Any]:
         """Momentum inside and Adam outside, or what the task says."""
         task = self.task
@@ -322,14 +324,16 @@ class CleaningInstance(Instance):
             "project_v": self.training.weighting.box,
         }
 
+    @override
     def plain_sgd_settings(self) -> dict[str, Any]:
         """No momentum."""
         return inner_settings(self.inner_lr, momentum=0)
 
+    @override
     def methods(self) -> dict[str, AbstractAlgorithm]:
-        """nhgd that learns from every fifth inner step."""
         return {"nhgd": nhgd_for(self.problem)}
 
+    @override
     def metrics(self, theta: nn.Module, v: Any) -> dict[str, float]:
         """On the evaluation split and the test set, and how well wrong labels are found."""
         evaluation, test = self.sets.evaluation, self.sets.test
@@ -341,8 +345,8 @@ class CleaningInstance(Instance):
             **detection_scores(self.task.sample_weights(theta, v, self.sets), self.sets.wrong),
         }
 
+    @override
     def summary(self, solution: Solution) -> dict[str, float]:
-        """The numbers of the outer step that the evaluation split chooses, and those of the last one as final_*."""
         with self.problem.guarded(seed=0), torch.no_grad():
             losses = self.losses()
             end = {
@@ -364,6 +368,6 @@ class CleaningInstance(Instance):
             "wrong_labels": float(self.sets.wrong.sum()),
         }
 
+    @override
     def solve_inner(self) -> float:
-        """By Newton's method."""
         return self.training.solve_exactly(self.problem, 3e-3 if self.task.dtype == "float32" else 1e-6)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from nhgd._solution import Solution
 from nhgd._validation import counted, positive
@@ -148,6 +149,7 @@ class Distillation(AbstractTask):
         _ = self.architecture  # which looks at its own settings
 
     @property
+    @override
     def threads(self) -> int | None:
         """One for a linear model and small batches: a second gains a sixth, and where others work too, it costs far more."""
         small = self.outer_batch is not None and self.outer_batch <= 10_000
@@ -187,8 +189,8 @@ class Distillation(AbstractTask):
             torch.arange(CLASSES, device=device).repeat_interleave(self.per_class),
         )
 
+    @override
     def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> DistillationInstance:
-        """Load the data and set the problem up."""
         sets = self.load(seed, device, data)
         labels = sets.labels
         generator = torch.Generator().manual_seed(seed + 1)
@@ -246,6 +248,7 @@ class DistillationInstance(Instance):
     random: Tensor
     inner_lr: float
 
+    @override
     def solver_settings(self) -> dict[str, Any]:
         """Adam outside, the pixels kept between black and white."""
         task, sets = self.task, self.sets
@@ -258,14 +261,16 @@ class DistillationInstance(Instance):
             **({"project_v": (black, white)} if task.box else {}),
         }
 
+    @override
     def methods(self) -> dict[str, AbstractAlgorithm]:
         """nhgd with the inverse that suits the number of images."""
         return {"nhgd": nhgd_for(len(self.v), CLASSES, self.task.batch, self.task.inner_steps)}
 
+    @override
     def metrics(self, theta: nn.Module, v: Tensor) -> dict[str, float]:
-        """The accuracy of the run's own theta."""
         return {"loop_test_accuracy": accuracy_of(theta, self.sets.x_test, self.sets.y_test)}
 
+    @override
     def summary(self, solution: Solution) -> dict[str, float]:
         """The accuracy of new models trained from scratch, on the images and on as many random ones."""
         architecture = self.task.architecture
@@ -290,12 +295,12 @@ class DistillationInstance(Instance):
         new, norm = trained(architecture, images, sets.labels, CLASSES, self.task.l2, self.seed, tol)
         return accuracy_of(new.to(sets.x.dtype), sets.x_test, sets.y_test), norm
 
+    @override
     def pictures(self, folder: Path) -> list[Path]:
-        """images.png."""
         return [write_png(folder / "images.png", page(self.v.detach(), self.task.per_class, self.sets.shape))]
 
+    @override
     def solve_inner(self) -> float:
-        """By L-BFGS."""
         return lbfgs(
             partial(self.problem.objective, self.full_inner),
             self.problem.theta.leaves,

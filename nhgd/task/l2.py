@@ -11,6 +11,7 @@ from typing import Any, ClassVar, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from nhgd._validation import positive
 from nhgd.data.bundled import breast_cancer
@@ -60,8 +61,8 @@ class L2(AbstractTask):
         if self.decoys < 0:
             raise InputError(f"l2: decoys must be 0 or more, got {self.decoys}.")
 
+    @override
     def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
-        """Load or draw the data and split it 40 / 30 / 30 into train, validation and test."""
         self.refuse_data(data)
         g = torch.Generator().manual_seed(seed)
         if self.dataset == "synthetic":
@@ -111,6 +112,7 @@ class L2Instance(Instance):
 
     test: tuple[Tensor, Tensor]
 
+    @override
     def solver_settings(self) -> dict[str, Any]:
         """One inner step size that is stable for every v in the box, because the box bounds the curvature."""
         low, high = BOX
@@ -124,8 +126,8 @@ class L2Instance(Instance):
             "project_v": (low, high),
         }
 
+    @override
     def metrics(self, theta: nn.Module, v: Tensor) -> dict[str, float]:
-        """Loss and accuracy on the test set."""
         x, y = self.test
         z = theta(x)[:, 0]
         return {
@@ -133,6 +135,6 @@ class L2Instance(Instance):
             "test_accuracy": float(((z > 0) == (y > 0.5)).double().mean()),
         }
 
+    @override
     def solve_inner(self) -> float:
-        """By Newton's method."""
         return newton(self.problem, self.full_inner, 1e-12)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from nhgd._validation import not_negative, positive
 from nhgd.data.loader import Data
@@ -91,8 +92,8 @@ class Quadratic(AbstractTask):
         if self.rho == 0 and self.outer_dim > self.dim:
             raise InputError("quadratic: with outer_dim above dim the outer problem needs rho above 0.")
 
+    @override
     def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
-        """Draw the data and derive the answers."""
         self.refuse_data(data)
         g = torch.Generator().manual_seed(seed)
 
@@ -149,11 +150,12 @@ class QuadraticInstance(Instance):
 
     answers: ClosedForm
 
+    @override
     def solver_settings(self) -> dict[str, Any]:
-        """Inner steps of 1 / lambda_max."""
         top = float(torch.linalg.eigvalsh(self.answers.hessian)[-1])
         return {"inner_steps": 20, "inner_lr": 1.0 / top, "outer_lr": 0.5}
 
+    @override
     def metrics(self, theta: nn.Module, v: Tensor) -> dict[str, float]:
         """How far v is from the minimiser of Phi, and Phi at both."""
         best = self.answers.v_star()
@@ -163,8 +165,8 @@ class QuadraticInstance(Instance):
             "optimal_outer_loss": float(self.answers.phi(best)),
         }
 
+    @override
     def solve_inner(self) -> float:
-        """By the formula."""
         theta, v = self.problem.theta, self.problem.v.flat()
         a, b, c = self.full_inner
         theta.assign(self.answers.theta_star(v))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, final
 
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import positive
 from nhgd.errors import InputError, RunError
@@ -68,6 +69,7 @@ class Distributed(AbstractExecutor):
         """Who will do what, as far as it is known before the processes have met: one inner rank where nobody said more."""
         return self.group.roles
 
+    @override
     def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
         """Meet the others, if that was not done yet, and make the first state."""
         self.group.join(theta)
@@ -99,13 +101,14 @@ class Distributed(AbstractExecutor):
         assert self.group.client is not None
         return self.group.client
 
+    @override
     def begin(self) -> None:
-        """Tell the inverse that a new outer step begins."""
         if self._local is not None:
             self._local.begin()
         else:
             self._client.tell(Word.BEGIN)
 
+    @override
     def submit(self, record: InnerRecord) -> None:
         """Send the record; wait while more than `max_lag` are on their way."""
         if self._local is not None:
@@ -113,6 +116,7 @@ class Distributed(AbstractExecutor):
         else:
             self._client.submit([self._division.share(record, part) for part in range(self._division.parts)])
 
+    @override
     def state(self, wait: bool = False) -> tuple[Any, int]:
         """A token of the state as it stands now, which is kept for the solves that follow, and how much it lacks."""
         if self._local is not None:
@@ -133,6 +137,7 @@ class Distributed(AbstractExecutor):
     def raise_deferred(self) -> None:
         """What was refused came with the answers."""
 
+    @override
     def curvature(self) -> Curvature:
         """What an outer step solves with. Without `stale` the solve itself waits for the records: one answer, not two."""
         if self._local is not None:
@@ -157,6 +162,7 @@ class Distributed(AbstractExecutor):
         x = self._division.scatter([message.tensors()[0] for message in found])
         return x, _stats(found[0])
 
+    @override
     def keep(self) -> Any:
         """The state itself, put together from the parts of all curvature ranks; elsewhere than in rank 0 its kind alone."""
         if self._local is not None:
@@ -171,6 +177,7 @@ class Distributed(AbstractExecutor):
         ]
         return self._division.whole(found)
 
+    @override
     def restore(self, state: Any) -> None:
         """Send the state back to where it is kept, each rank its part."""
         if self._local is not None:
@@ -182,6 +189,7 @@ class Distributed(AbstractExecutor):
             raise InputError(f"{self.inverse.name} has a state that cannot be sent. Let its class derive from State.")
         self._client.tell(Word.RESTORE, lambda part: to_message(self._division.own(state, part)))
 
+    @override
     def measured(self) -> Traffic:
         """What was done so far; bytes are records, u, the ridge and x of all inner ranks, and what this one sent to its team."""
         world = self.roles.world
@@ -191,8 +199,8 @@ class Distributed(AbstractExecutor):
         carried = 0 if self.group.client is None else self.group.client.carried
         return replace(found, processes=world, bytes_sent=found.bytes_sent + carried + self.group.team.bytes_sent)
 
+    @override
     def close(self) -> None:
-        """Leave the others."""
         self.group.close()
 
 

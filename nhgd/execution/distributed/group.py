@@ -14,6 +14,7 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
+from typing_extensions import override
 
 from nhgd.data_parallel import Alone, Team
 from nhgd.errors import InputError, NhgdError, PeerError, RunError
@@ -63,17 +64,17 @@ class Processes(Group):
         return Roles(self.counts[0] or 1, self.counts[1]) if self._roles is None else self._roles
 
     @property
+    @override
     def leads(self) -> bool:
-        """The first rank speaks for all."""
         return self.rank == 0
 
     @property
+    @override
     def serves(self) -> bool:
-        """Whether this is a curvature rank."""
         return self._roles is not None and self.rank in self._roles.keepers
 
+    @override
     def join(self, theta: Variable) -> None:
-        """Meet the others, once; torch.distributed is started where it is not running."""
         global _joined
         if self.messenger is not None:
             return
@@ -199,8 +200,8 @@ class Processes(Group):
             return lost(self.roles, [0], limit)  # which keeps the store that does not answer
         return found or unknown
 
+    @override
     def agreed(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The first process's settings, on all of them."""
         if self.messenger is None:
             return settings
         length = torch.tensor(0)
@@ -220,6 +221,7 @@ class Processes(Group):
         found: dict[str, Any] = json.loads(given.numpy().tobytes())
         return found
 
+    @override
     def serve(self) -> Report:
         """Keep curvature until the inner ranks have finished; what the first of them reports."""
         if self.server is None:
@@ -229,11 +231,12 @@ class Processes(Group):
             )
         return self.server.serve()
 
+    @override
     def finish(self, report: Callable[[], Report]) -> None:
-        """Let the curvature ranks go, with a report of the first inner rank."""
         if self.client is not None:
             self.client.finish(report() if self.rank == 0 else Report({}, []))
 
+    @override
     def fail(self, error: BaseException) -> None:
         """Write for the others why this process stops, and leave them."""
         if self._store is not None and not isinstance(error, PeerError):
@@ -242,6 +245,7 @@ class Processes(Group):
             _within(2.0, lambda: self._store.set(f"left/{self.rank}", json.dumps(why)))
         self.close()
 
+    @override
     def root_cause(self, error: NhgdError) -> NhgdError:
         """The error of the process that failed first, or the name of the one that is missing."""
         if not isinstance(error, PeerError) or self.messenger is None:  # those who never met have nobody to call
@@ -262,6 +266,7 @@ class Processes(Group):
             time.sleep(0.02)
         return lost(roles, missing, error.silent) if missing else error
 
+    @override
     def close(self) -> None:
         """Close the connections to the others, who see it if they still wait for this process."""
         groups, self._groups, self.messenger = self._groups, [], None

@@ -17,6 +17,7 @@ from typing import TypeVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 PIECE = 2**23  # float64 numbers in one temporary array: 64 MiB
 
@@ -59,8 +60,8 @@ class Rows(AbstractBlock):
     start: int
     rows: Tensor
 
+    @override
     def take(self, which: Tensor | slice) -> Rows:
-        """The same for some of the samples."""
         return Rows(self.start, self.rows[which])
 
     def _columns(self, count: int) -> Iterator[tuple[slice, slice]]:
@@ -68,6 +69,7 @@ class Rows(AbstractBlock):
         for piece in pieces(self.rows.shape[2], count * self.rows.shape[1]):
             yield piece, slice(self.start + piece.start, self.start + piece.stop)
 
+    @override
     def gram(self, other: Rows, metric: Tensor | None = None) -> Tensor:
         """One product of (n K, d) by (d, m K)."""
         n, k, _ = self.rows.shape
@@ -80,16 +82,16 @@ class Rows(AbstractBlock):
             total.addmm_(left, other.rows[:, :, here].flatten(0, 1).double().T)
         return total.reshape(n, k, m, k)
 
+    @override
     def times(self, vector: Tensor) -> Tensor:
-        """(n, K)."""
         n, k, _ = self.rows.shape
         total = torch.zeros(n * k, dtype=torch.float64, device=self.rows.device)
         for here, there in self._columns(n):
             total.addmv_(self.rows[:, :, here].flatten(0, 1).double(), vector[there])
         return total.reshape(n, k)
 
+    @override
     def add_adjoint(self, coefficients: Tensor, out: Tensor) -> None:
-        """In place."""
         for here, there in self._columns(len(self.rows)):
             out[there].addmv_(self.rows[:, :, here].flatten(0, 1).double().T, coefficients.flatten())
 
@@ -107,8 +109,8 @@ class Factors(AbstractBlock):
     inputs: Tensor
     scores: Tensor
 
+    @override
     def take(self, which: Tensor | slice) -> Factors:
-        """The same for some of the samples."""
         return Factors(self.weight, self.bias, self.inputs[which], self.scores[which])
 
     def _parts(self, vector: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -125,6 +127,7 @@ class Factors(AbstractBlock):
         weight, bias = self._parts(vector)
         return weight if bias is None else torch.cat([weight, bias[..., None]], dim=2)
 
+    @override
     def gram(self, other: Factors, metric: Tensor | None = None) -> Tensor:
         """A product of inputs times a product of scores, summed over pairs of places."""
         n, k, places, groups, _ = self.scores.shape
@@ -161,8 +164,8 @@ class Factors(AbstractBlock):
     def _samples(self) -> Iterator[slice]:
         return pieces(len(self.inputs), (self.inputs.numel() + self.scores.numel()) // max(1, len(self.inputs)))
 
+    @override
     def times(self, vector: Tensor) -> Tensor:
-        """(n, K)."""
         matrix = self._matrix(vector)
         found = []
         for piece in self._samples():
@@ -170,8 +173,8 @@ class Factors(AbstractBlock):
             found.append(torch.einsum("nktgo,ntgo->nk", self.scores[piece].double(), pushed))
         return torch.cat(found)
 
+    @override
     def add_adjoint(self, coefficients: Tensor, out: Tensor) -> None:
-        """In place."""
         weight, bias = self._parts(out)
         for piece in self._samples():
             mixed = torch.einsum("nk,nktgo->ntgo", coefficients[piece], self.scores[piece].double())

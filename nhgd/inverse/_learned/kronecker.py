@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd import _tape as tape
 from nhgd._validation import not_negative, positive
@@ -84,8 +85,8 @@ class AbstractKronecker(LayerMeans[T]):
         """Whether its damping is "auto"."""
         return self.damping == "auto"
 
+    @override
     def init(self, theta: Variable) -> T:
-        """Nothing observed."""
         places = theta.slices()
         return self._empty(
             starts={name: place.start for name, place in places.items()},
@@ -97,6 +98,7 @@ class AbstractKronecker(LayerMeans[T]):
         """The state before any inner step."""
 
     @torch.no_grad()
+    @override
     def observe(self, state: T, record: InnerRecord, ready: BatchStatistics | None = None) -> T:
         """Fold the batch, or its statistics where they are ready, into the running means; the given state stays as it was."""
         assert isinstance(record, LayerStatistics)
@@ -157,6 +159,7 @@ class AbstractKronecker(LayerMeans[T]):
     def _refreshed(self, before: T, state: T, record: LayerStatistics, rate: float) -> T:
         """The state, whose factors hold the batch already, with all else brought up to date where due."""
 
+    @override
     def is_due(self, observed: int) -> bool:
         """Whether eigendecompositions are made at this observation: the first, and one in each period, at its phase.
 
@@ -194,6 +197,7 @@ class AbstractKronecker(LayerMeans[T]):
             found[name] = (rows.T @ rows if dense else rows.square().sum(0)) / (record.samples or 1)
         return found
 
+    @override
     def solve(self, state: T, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         """Layer by layer, then the parameters outside."""
         apply, notes = self._prepared(state, ridge)
@@ -277,6 +281,7 @@ class AbstractKronecker(LayerMeans[T]):
     def _uneven_solver(self, state: T, layer: str, ridge: LayerRidge, notes: dict[str, Any]) -> Solver:
         """b -> (F_layer + R)^{-1} b where ridge and damping R differ within the layer; how it went is noted at each solve."""
 
+    @override
     def memory(self, theta: Variable) -> int:
         """Factors, twice while a batch is folded in, eigenvectors and what finding them takes, blocks, moments, three vectors.
 

@@ -6,6 +6,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from nhgd._recording.sampling import Sampling
 from nhgd.inverse._learned.effort import Effort
 from nhgd.inverse.base import Learned
@@ -65,8 +67,8 @@ class LayerMeans(Periodic[S]):
     """Running means of layer statistics. Each layer, or each parameter, has a block of its own."""
 
     @property
+    @override
     def records(self) -> RecordKind:
-        """Inputs and scores of the layers."""
         return "layer"
 
     @property

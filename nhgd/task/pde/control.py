@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._solution import Solution
 from nhgd._validation import counted, not_negative, positive
@@ -145,13 +146,14 @@ class PDE(AbstractTask):
         self.check_choices(inner=("natural", "adam"), dtype=("float32", "float64"))
 
     @property
+    @override
     def threads(self) -> int | None:
         """One where the net is small: its arrays are not worth sharing, and threads that wait for a busy core spin."""
         points = self.interior + 4 * self.side + self.initial
         return 1 if points * self.width < 50_000 else None
 
+    @override
     def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:
-        """Draw the points, make the networks and train the state for the first control."""
         self.refuse_data(data)
         dtype = getattr(torch, self.dtype)
         heat = Heat(self.nu, self.interior, self.side, self.initial)
@@ -204,6 +206,7 @@ class PDEInstance(Instance):
     fresh: tuple[Tensor, ...]
     truth: Truth
 
+    @override
     def solver_settings(self) -> dict[str, Any]:
         """Adam on both levels."""
         task = self.task
@@ -217,6 +220,7 @@ class PDEInstance(Instance):
             "outer_clip": task.clip,
         }
 
+    @override
     def methods(self) -> dict[str, AbstractAlgorithm]:
         """nhgd with the exact Fisher matrix in residual space."""
         task = self.task
@@ -228,10 +232,11 @@ class PDEInstance(Instance):
             nhgd = replace(nhgd, inner="natural", natural_steps=task.natural_steps, natural_floor=task.floor)
         return {"nhgd": nhgd}
 
+    @override
     def metrics(self, theta: JetNet, v: TanhNet) -> dict[str, float]:
-        """The true objective of the control."""
         return self.truth.values(v)
 
+    @override
     def summary(self, solution: Solution) -> dict[str, float]:
         """The network's own objective, the true ones with their bounds, and how well the equation is met."""
         points = grid(SIDE, NODES).to(self.full_outer[0])
@@ -253,6 +258,7 @@ class PDEInstance(Instance):
             },
         }
 
+    @override
     def pictures(self, folder: Path) -> list[Path]:
         """control.png, and state.png at three times."""
         f = self.truth.control(self.control)
@@ -268,6 +274,6 @@ class PDEInstance(Instance):
             draw_state(folder / "state.png", learnt[:, :, shown], true[:, :, shown], wanted, times.tolist()),
         ]
 
+    @override
     def solve_inner(self) -> float:
-        """By Levenberg-Marquardt steps."""
         return gauss_newton(self.problem, self.full_inner, 200, floor=self.task.floor, seed=self.seed)

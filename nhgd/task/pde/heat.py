@@ -18,6 +18,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd._validation import counted, positive
 from nhgd.task.pde.equation import AbstractResidual, Control, box, sides
@@ -66,8 +67,8 @@ class Heat(AbstractResidual):
         self.side = side
         self.initial = initial
 
+    @override
     def sample(self, seed: tuple[int, ...]) -> list[Tensor]:
-        """Inside, on the sides, at the beginning."""
         low, high = torch.zeros(3, dtype=torch.float64), torch.tensor([1.0, 1.0, END], dtype=torch.float64)
         first = torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)
         return [
@@ -76,13 +77,14 @@ class Heat(AbstractResidual):
             box(self.initial, low, first, (*seed, 2)),
         ]
 
+    @override
     def residuals(self, u: Jet, control: Control, x: Tensor) -> tuple[Tensor, ...]:
         """The equation, and the state where it must vanish."""
         source = control(x[:, 2:])[:, 0]
         return u.gradient[:, 2] - self.nu * u.laplacian - source, u.value, u.value
 
+    @override
     def outer(self, net: JetNet, control: Control, batch: Any) -> Tensor:
-        """The mean squared distance from the target."""
         x, wanted = batch[:2]
         misfit: Tensor = (net(x) - wanted).square().mean()
         return misfit
