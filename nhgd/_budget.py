@@ -139,10 +139,10 @@ def priced(device: torch.device) -> Iterator[Priced]:
         yield found
 
 
-def passes_paid(overhead: float, steps: int) -> int:
+def affordable_passes(overhead: float, steps: int) -> int:
     """The passes over a batch that curvature may take in an outer step, beside those of the inner loop and of the hypergradient.
 
-    >>> passes_paid(0.1, 10), passes_paid(0.1, 20), passes_paid(0.01, 20)
+    >>> affordable_passes(0.1, 10), affordable_passes(0.1, 20), affordable_passes(0.01, 20)
     (1, 2, 1)
     """
     return max(1, int(overhead * (steps + 1) * (1 + 1e-12)))
@@ -185,7 +185,7 @@ class Budget:
         if isinstance(inverse, FisherWindow):
             return self._of_window(inverse, inverse.overhead)
         allowed = inverse.overhead * self.inner * self.steps
-        most = passes_paid(inverse.overhead, self.steps)
+        most = affordable_passes(inverse.overhead, self.steps)
         solve, invert = self.solve(inverse), self.invert(inverse)
         left = max(allowed - solve, allowed / 2)
         if self.steps * self.record(inverse, None, None) + invert <= left and self.steps * self.passes <= most:
@@ -272,7 +272,7 @@ class Budget:
         one loop in several, but at the beginning, until the window is full or has twice as many rows as theta has parameters.
         """
         steps, passes = self.steps, self.passes
-        allowed, most = overhead * self.inner * steps, passes_paid(overhead, steps)
+        allowed, most = overhead * self.inner * steps, affordable_passes(overhead, steps)
         length = inverse.length
         record, solve = self._windowed(inverse, length)
         if steps * record + solve <= allowed and steps * passes <= most:

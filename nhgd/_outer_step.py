@@ -1,4 +1,4 @@
-"""One outer step of a run: taken as a whole, or undone with a sentence that says why."""
+"""One outer step of a run: completed, or undone with an error that says why."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from nhgd._captured import Captured
-from nhgd._captured.taken import Failed, Taken
+from nhgd._captured.replay import StepFailed
+from nhgd._captured.steps import StepResult
 from nhgd._nonfinite import check_losses, explained
 from nhgd._solution import Row, history_row
 from nhgd.algorithm import AbstractAlgorithm, Loop, StepInfo
@@ -25,23 +26,23 @@ def advance_by(
     captured: Captured,
     most: int = 1,
     before: Callable[[int], None] = lambda taken: None,
-) -> list[Taken]:
-    """Take at least one outer step, and at most so many; what they gave, in order, without metrics.
+) -> list[StepResult]:
+    """Take one to `most` outer steps; returns their results in order, without metrics.
 
     Args:
-        captured: repeats steps that were captured.
-        before: called before each step, with the number of those that were taken here.
+        captured: replays steps that were captured.
+        before: called before each step with the number of steps begun here.
     """
     loop = progress.loop
-    captured.look_around()
+    captured.check_environment()
     if not captured.ready(progress):
         before(0)
-        return [Taken(advance(algorithm, progress, checkpoints, captured))]
+        return [StepResult(advance(algorithm, progress, checkpoints, captured))]
     loop.problem.refuse_inference()
     with progress.randomness.scope(), loop.computing():
         try:
-            return captured.repeat(progress, most, before)
-        except Failed as failed:
+            return captured.replay(progress, most, before)
+        except StepFailed as failed:
             raise _explained(loop, failed.error, checkpoints) from failed
         except NhgdError as error:
             raise _explained(loop, error, checkpoints) from error
@@ -71,7 +72,7 @@ def advance(algorithm: AbstractAlgorithm, progress: Progress, checkpoints: Check
 
 
 def _explained(loop: Loop, error: NhgdError, checkpoints: Checkpoints) -> NhgdError:
-    """The error that a user needs, where theta and v stand where the step began."""
+    """The error to show to the user, once theta and v are back where the step began."""
     cause = loop.executor.root_cause(error)
     if isinstance(cause, NonFiniteError):
         cause = explained(loop, cause)
@@ -79,15 +80,15 @@ def _explained(loop: Loop, error: NhgdError, checkpoints: Checkpoints) -> NhgdEr
 
 
 def _attempt(algorithm: AbstractAlgorithm, progress: Progress, captured: Captured) -> StepInfo:
-    with scope_of(progress.loop.executor), _fitting(progress):
-        info = captured.attempt(algorithm, progress)
+    with scope_of(progress.loop.executor), _blaming_checkpoint(progress):
+        info = captured.run_eagerly(algorithm, progress)
     check_losses(info)
     return info
 
 
 @contextmanager
-def _fitting(progress: Progress) -> Iterator[None]:
-    """The first step after a resume shows whether what was read fits the problem in every respect."""
+def _blaming_checkpoint(progress: Progress) -> Iterator[None]:
+    """Blame the checkpoint for an error of the first step after a resume."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:

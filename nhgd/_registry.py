@@ -69,7 +69,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
             stop.args = (str(stop) or f"The {self.kind} {entry.name!r} {_owner(entry)} was being loaded.",)
             raise
         except BaseException as error:
-            self._warn(entry, f"could not be loaded ({told(error)})")
+            self._warn(entry, f"could not be loaded ({described(error)})")
             return None
         if not (is_class(found) and issubclass(found, self.base)):
             self._warn(entry, f"is not a subclass of {self.base.__name__}")
@@ -96,7 +96,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
             if isinstance(error, NhgdError) or name not in self._owners:
                 raise
             raise InputError(
-                f"The {self.kind} {name!r} {self._owners[name]} cannot be made from its name alone ({told(error)}). Give an object"
+                f"The {self.kind} {name!r} {self._owners[name]} cannot be made from its name alone ({described(error)}). Give an object"
                 " of it instead, or mend the package."
             ) from error
 
@@ -126,7 +126,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         return len(self._all())
 
 
-def told(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     """An error of another package in one line; not all of them can say what they are."""
     try:
         words = " ".join(str(error).split())

@@ -15,13 +15,13 @@ import torch
 
 from nhgd import execution as executions
 from nhgd._captured import Captured
-from nhgd._captured.taken import Taken, strides_of
+from nhgd._captured.steps import StepResult, strides_of
 from nhgd._duration import seconds
 from nhgd._outer_step import advance_by
 from nhgd._progress import bar
 from nhgd._randomness import Randomness
 from nhgd._solution import Metrics, Row, Solution, metric_values, statistics
-from nhgd._stagnation import Course, StagnationWarning, held_by
+from nhgd._stagnation import StagnationWarning, Trajectory, held_by
 from nhgd._start import refuse_idle, start
 from nhgd._validation import check_seed, validated, validated_but
 from nhgd.algorithm import AbstractAlgorithm, Loop, LoopSettings, prepared
@@ -212,7 +212,7 @@ class Solver:
 
     def save(self) -> None:
         """Write a checkpoint now, between two outer steps."""
-        self._captured.rest()
+        self._captured.suspend()
         self._checkpoints.save(self._progress)
 
     def step(self) -> Row:
@@ -232,7 +232,7 @@ class Solver:
         """End `run` when the outer step that it is at is done, as a handler of a signal or another thread may ask."""
         self._stopping = True
 
-    def _advance(self, most: int = 1, before: Callable[[int], None] = lambda taken: None) -> list[Taken]:
+    def _advance(self, most: int = 1, before: Callable[[int], None] = lambda taken: None) -> list[StepResult]:
         """Take an outer step, or several at once, at most so many, where metrics are due after the last of them alone."""
         self._progress.whole = False
         if self.metrics is not None:
@@ -329,7 +329,7 @@ class Solver:
         return run
 
     def _run_until_the_end(self, run: Run, progress: bool | None, between_steps: Callable[[], None]) -> Solution:
-        course = Course(self.problem.v.flat())
+        trajectory = Trajectory(self.problem.v.flat())
         with bar(self.algorithm.name, progress) as tick:
             while (result := run.ended_by(spent := self._spent(run))) is None:
 
@@ -341,7 +341,7 @@ class Solver:
                 for step, stride in zip(taken, strides, strict=True):
                     row = step.row
                     run.note(row)
-                    course.note(v, row, stride)
+                    trajectory.note(v, row, stride)
                     if self.watch is not None:
                         self.watch(row)
                 between_steps()
@@ -349,10 +349,10 @@ class Solver:
                 tick(self.loop.clock.done, f"step {row['step']}, outer loss {row['outer_loss']:.4g}")
             tick(1.0, "")
         self.loop.division.assert_equal()
-        self._captured.rest()
+        self._captured.suspend()
         self._checkpoints.save_unless_saved(self._progress)
         solution = self.solution(result)
-        remark = course.remark(held_by(self.loop.settings.project_v, self.problem.v.leaves))
+        remark = trajectory.remark(held_by(self.loop.settings.project_v, self.problem.v.leaves))
         solution.stats["stagnation"] = remark
         if remark is not None and self.executor.group.leads:
             warnings.warn(remark, StagnationWarning, stacklevel=3)
@@ -410,7 +410,7 @@ class Solver:
 
     def solution(self, result: str = "stopped") -> Solution:
         """What has been found so far."""
-        self._captured.rest()
+        self._captured.suspend()
         stats = statistics(self.algorithm, self.loop, self.history, self.seconds)
         stats["compile"] = self._captured.stats()
         return Solution(self.problem.v.given, self.problem.theta.given, self.history, stats, result)

@@ -22,7 +22,7 @@ class StagnationWarning(UserWarning):
 
 
 @dataclass
-class Course:
+class Trajectory:
     """How v went during a run, and what became of the outer loss.
 
     At an optimum the outer loss does not fall either. But there the hypergradient vanishes, or is noise, so that v turns

@@ -1,8 +1,7 @@
-"""What the host does in an outer step whose work on a device is captured: numbers it makes, numbers it reads, work in between.
+"""What the host does in an outer step whose device work is captured: numbers it makes, numbers it reads, eager sections.
 
-A captured step is repeated without its Python. What of it the host decides anew each time goes through this file: batches are
-drawn, step sizes follow their schedules, factors are decomposed, losses are looked at. Without a tape every function here does
-at once what it is asked for, and its caller computes as it always did.
+A captured step is replayed without its Python. Whatever the host must still do each time goes through this module: drawing
+batches, following step-size schedules, decomposing factors, reading losses. Without a tape each function here acts at once.
 """
 
 from __future__ import annotations
@@ -16,96 +15,96 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 T = TypeVar("T")
-MORE = "more"  # among notes: notes that the host finds out in the middle of each step
+MORE = "more"  # among notes: a dict that the host computes during each step
 
 
 class Number(float):
-    """A number that the host makes anew in each step: the float of the step that is looked at, and the way to that of others.
+    """A number that the host recomputes in each step: the value in the step being captured, and a function for the others.
 
-    Sums, products and quotients with other numbers are such numbers too. A tensor takes it for a constant: what a device
-    computes with goes through `on_device` first.
+    Sums, products and quotients with it are Numbers too. A tensor would treat it as a constant, so numbers that the device
+    computes with must pass through `on_device` first.
     """
 
     _now: Callable[[], float]
 
     @classmethod
     def of(cls, value: float, now: Callable[[], float]) -> Number:
-        """With a value here, and what gives it in other steps."""
+        """A number with its present value and the function that recomputes it."""
         made = cls(value)
         made._now = now
         return made
 
     def now(self) -> float:
-        """Its value in the step that is under way."""
+        """Its value in the current step."""
         return self._now()
 
     def __add__(self, other: Any) -> Any:
-        return NotImplemented if isinstance(other, Tensor) else _joined(float.__add__, self, other)
+        return NotImplemented if isinstance(other, Tensor) else _combined(float.__add__, self, other)
 
     __radd__ = __add__
 
     def __mul__(self, other: Any) -> Any:
-        return NotImplemented if isinstance(other, Tensor) else _joined(float.__mul__, self, other)
+        return NotImplemented if isinstance(other, Tensor) else _combined(float.__mul__, self, other)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
-        return NotImplemented if isinstance(other, Tensor) else _joined(float.__truediv__, self, other)
+        return NotImplemented if isinstance(other, Tensor) else _combined(float.__truediv__, self, other)
 
     def __neg__(self) -> Number:
         return Number.of(-float(self), lambda: -self.now())
 
 
-def _joined(function: Callable[[float, float], float], a: Number, b: float) -> Number:
+def _combined(function: Callable[[float, float], float], a: Number, b: float) -> Number:
     return Number.of(function(float(a), float(b)), lambda: function(a.now(), now(b)))
 
 
 def now(value: float) -> float:
-    """A number in the step that is under way."""
+    """The value of a number in the current step."""
     return value.now() if isinstance(value, Number) else float(value)
 
 
 class Reading:
-    """Stands for a number that will be read from the device some steps later."""
+    """Stands for a number of the device that is read some steps later."""
 
     def __init__(self, place: int) -> None:
         self.place = place
 
 
-class Later:
-    """Stands for what the host makes of readings, once they are known."""
+class Deferred:
+    """Stands for what the host computes from readings, once they are known."""
 
     def __init__(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self.make = make
         self.arguments = arguments
 
 
-class Told:
-    """Stands for something that the host finds out in the middle of each step."""
+class HostValue:
+    """Stands for a value that the host computes during each step."""
 
     def __init__(self, place: int) -> None:
         self.place = place
 
 
-class Aside:
-    """Work that went on beside what followed it."""
+class Overlap:
+    """Work that may overlap with what follows it."""
 
     def join(self) -> None:
-        """From here on it is done."""
+        """Wait for it."""
 
 
 class NotRepeatable(Exception):
-    """Says why steps of a run cannot be captured, or cannot be from here on."""
+    """Steps of this run cannot be captured; the message is a clause that says why."""
 
 
-class Gathers(Protocol):
-    """Whoever gives batches by the indices of their samples."""
+class BatchSource(Protocol):
+    """Something that gathers batches by the indices of their samples."""
 
     def next_index(self) -> Tensor:
-        """The samples of the next batch."""
+        """The sample indices of the next batch."""
 
     def gathered(self, index: Tensor) -> Any:
-        """The batch of some samples."""
+        """The batch of these samples."""
 
 
 class Tape(ABC):
@@ -113,150 +112,150 @@ class Tape(ABC):
 
     @abstractmethod
     def number(self, make: Callable[[], float]) -> float:
-        """Of the host."""
+        """A number of the host."""
 
     @abstractmethod
-    def fed(self, value: Number) -> Tensor:
-        """A number on the device, 0-dimensional, of float64: as with Python's numbers, tensors keep their precision beside it."""
+    def uploaded(self, value: Number) -> Tensor:
+        """The number on the device, 0-dimensional and float64, which leaves the dtype of tensors it meets unchanged."""
 
     @abstractmethod
     def index(self, make: Callable[[], Tensor]) -> Tensor:
-        """Whole numbers on the device, that the host makes."""
+        """Integers on the device, made by the host."""
 
     @abstractmethod
     def effect(self, do: Callable[[], None]) -> None:
-        """A change of what the host keeps, which no device takes part in."""
+        """A change of the host's own state, without the device."""
 
     @abstractmethod
-    def island(self, work: Callable[[], T]) -> T:
-        """Work on the device, and perhaps of the host, that is not captured."""
+    def eager(self, work: Callable[[], T]) -> T:
+        """Work that is not captured."""
 
     @abstractmethod
     def reading(self, tensor: Tensor) -> Reading:
-        """A number of the device, for the host to look at some steps later."""
+        """A number of the device that the host reads later."""
 
     @abstractmethod
-    def later(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Later:
-        """What the host does with readings."""
+    def defer(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Deferred:
+        """Work of the host on readings."""
 
     @abstractmethod
-    def told(self, make: Callable[[], Any]) -> Told:
-        """What the host has found out by now."""
+    def host_value(self, make: Callable[[], Any]) -> HostValue:
+        """A value that the host computes during the step."""
 
     @abstractmethod
-    def aside(self, kept: tuple[Tensor, ...]) -> AbstractContextManager[Aside]:
-        """Work inside may go on beside what follows; `kept`: what it reads of the work before."""
+    def overlapped(self, kept: tuple[Tensor, ...]) -> AbstractContextManager[Overlap]:
+        """A context for work that may overlap with what follows; `kept`: the earlier tensors it reads."""
 
     @abstractmethod
     def at_end(self, do: Callable[[], None]) -> None:
-        """What the host does after each step, where it may look at what the step has left."""
+        """Work of the host after each step, when it may read the new state."""
 
     @abstractmethod
     def join(self) -> None:
-        """From here on all work that went on beside is done."""
+        """Wait for all overlapped work."""
 
     @abstractmethod
-    def batch(self, stream: Gathers) -> Any:
+    def batch(self, stream: BatchSource) -> Any:
         """The next batch of a stream."""
 
 
-class _Here(threading.local):
+class _Current(threading.local):
     tape: Tape | None = None
     repeatable: bool = False
 
 
-_here = _Here()
+_current = _Current()
 
 
 def tape() -> Tape | None:
-    """That of the step under way, if it has one."""
-    return _here.tape
+    """The tape of the current step, if it has one."""
+    return _current.tape
 
 
 def repeatable() -> bool:
-    """Whether the shapes of all work must follow from step numbers alone, because steps of this run are captured."""
-    return _here.repeatable
+    """Whether the work of a step must follow from step numbers alone, because steps of this run are captured."""
+    return _current.repeatable
 
 
 @contextmanager
 def taping(tape: Tape | None, repeatable: bool = True) -> Iterator[None]:
-    """Inside, steps are noted on a tape."""
-    before = _here.tape, _here.repeatable
-    _here.tape, _here.repeatable = tape, repeatable
+    """A context in which steps are noted on a tape."""
+    before = _current.tape, _current.repeatable
+    _current.tape, _current.repeatable = tape, repeatable
     try:
         yield
     finally:
-        _here.tape, _here.repeatable = before
+        _current.tape, _current.repeatable = before
 
 
 def number(make: Callable[[], float]) -> float:
-    """A number that the host makes anew in each step."""
-    return make() if _here.tape is None else _here.tape.number(make)
+    """A number that the host recomputes in each step."""
+    return make() if _current.tape is None else _current.tape.number(make)
 
 
 def on_device(value: float) -> float | Tensor:
-    """What tensors are to compute with: the number itself, unless it is made anew in each step of a captured run."""
-    return value if _here.tape is None or not isinstance(value, Number) else _here.tape.fed(value)
+    """A form of the number that tensors may compute with in a captured step."""
+    return value if _current.tape is None or not isinstance(value, Number) else _current.tape.uploaded(value)
 
 
 def index(make: Callable[[], Tensor]) -> Tensor:
-    """Whole numbers that the host makes anew in each step."""
-    return make() if _here.tape is None else _here.tape.index(make)
+    """Integers that the host recomputes in each step."""
+    return make() if _current.tape is None else _current.tape.index(make)
 
 
 def effect(do: Callable[[], None]) -> None:
-    """A change of what the host keeps."""
-    if _here.tape is None:
+    """A change of the host's own state."""
+    if _current.tape is None:
         do()
     else:
-        _here.tape.effect(do)
+        _current.tape.effect(do)
 
 
-def island(work: Callable[[], T]) -> T:
-    """Work that cannot be captured. Of its result, tensors alone differ from step to step."""
-    return work() if _here.tape is None else _here.tape.island(work)
+def eager(work: Callable[[], T]) -> T:
+    """Work that cannot be captured. Only the tensors of its result may differ from step to step."""
+    return work() if _current.tape is None else _current.tape.eager(work)
 
 
 def reading(tensor: Tensor) -> Any:
-    """A number of the device: a float, or what will be one."""
-    return float(tensor) if _here.tape is None else _here.tape.reading(tensor)
+    """A number of the device: a float, or a placeholder for one."""
+    return float(tensor) if _current.tape is None else _current.tape.reading(tensor)
 
 
-def later(make: Callable[..., T], *arguments: Any) -> T:
-    """What the host makes of readings: here and now, or when they are known."""
-    if _here.tape is None:
+def defer(make: Callable[..., T], *arguments: Any) -> T:
+    """What the host computes from readings: now, or once they are known."""
+    if _current.tape is None:
         return make(*arguments)
-    found: Any = _here.tape.later(make, arguments)
-    return found  # type: ignore[no-any-return]  # it stands for what it will be
+    found: Any = _current.tape.defer(make, arguments)
+    return found  # type: ignore[no-any-return]  # a placeholder
 
 
-def told(make: Callable[[], T]) -> T:
-    """What the host has found out in the middle of a step."""
-    if _here.tape is None:
+def host_value(make: Callable[[], T]) -> T:
+    """A value that the host computes during a step."""
+    if _current.tape is None:
         return make()
-    found: Any = _here.tape.told(make)
-    return found  # type: ignore[no-any-return]  # it stands for what it will be
+    found: Any = _current.tape.host_value(make)
+    return found  # type: ignore[no-any-return]  # a placeholder
 
 
-def aside(*kept: Tensor | None) -> AbstractContextManager[Aside]:
-    """Work inside may go on beside what follows, until it is joined; `kept`: what it reads of the work before."""
-    if _here.tape is None:
+def overlapped(*kept: Tensor | None) -> AbstractContextManager[Overlap]:
+    """A context for work that may overlap with what follows until it is joined; `kept`: the earlier tensors it reads."""
+    if _current.tape is None:
         return nullcontext(_DONE)
-    return _here.tape.aside(tuple(t for t in kept if t is not None))
+    return _current.tape.overlapped(tuple(t for t in kept if t is not None))
 
 
 def join() -> None:
-    """From here on all work that went on beside is done."""
-    if _here.tape is not None:
-        _here.tape.join()
+    """Wait for all overlapped work."""
+    if _current.tape is not None:
+        _current.tape.join()
 
 
 def at_end(do: Callable[[], None]) -> None:
-    """What the host does after each step, where it may look at what the step has left in a state."""
-    if _here.tape is None:
+    """Work of the host after each step, when it may read the new state."""
+    if _current.tape is None:
         do()
     else:
-        _here.tape.at_end(do)
+        _current.tape.at_end(do)
 
 
-_DONE = Aside()
+_DONE = Overlap()

@@ -230,7 +230,7 @@ class Objective:
         """
         problem, theta = self.problem, self.problem.theta
         with set_aside(), self.stepping():
-            with tape.aside() as beside:
+            with tape.overlapped() as beside:
                 ridge = problem.ridge().detach()
             with torch.enable_grad():
                 found = self.passed(tap)

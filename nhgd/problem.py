@@ -201,7 +201,7 @@ class Bilevel:
         """Remember the lowest weight; no number is asked of a device before `lowest_weight` is."""
         if losses.weights is not None and losses.weights.numel():
             weights = losses.weights.detach()
-            with tape.aside(weights, self._lowest):
+            with tape.overlapped(weights, self._lowest):
                 low = weights.amin()
                 self._lowest = low if self._lowest is None else torch.minimum(self._lowest, low)
 

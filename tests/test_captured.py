@@ -55,8 +55,8 @@ def recorded(monkeypatch):
 
 @pytest.fixture
 def plain_first(recorded, monkeypatch):
-    """A function that lets all steps be taken plainly, in the arithmetic of captured ones."""
-    return lambda: monkeypatch.setattr(captured_module, "WARM_UP", 10**9)
+    """A function that runs all steps eagerly, in the arithmetic of captured ones."""
+    return lambda: monkeypatch.setattr(captured_module, "WARM_UP_STEPS", 10**9)
 
 
 def inner(model, v, batch):
@@ -162,7 +162,7 @@ def test_a_step_size_of_the_adjoint_follows_its_schedule(recorded):
 def test_a_wrong_number_is_seen(recorded, monkeypatch):
     """A step size that is baked into the captured work differs in a later step, which is compared before work is believed."""
     monkeypatch.setattr("nhgd.loop.mover.Mover.scheduled_rate", lambda self, clock: self.rate(clock))
-    with pytest.warns(CompileWarning, match="ended elsewhere"):
+    with pytest.warns(CompileWarning, match="gave different results"):
         found = run("aid-identity", inner_lr=Decay(0.5), outer_lr=1.0)
     monkeypatch.undo()
     assert found.stats["compile"]["repeated"] == 0
@@ -246,7 +246,7 @@ def test_a_number_that_is_read_keeps_steps_from_being_captured(recorded):
 
 
 def test_functions_that_change_are_found_out_in_the_end(recorded, monkeypatch):
-    monkeypatch.setattr(captured_module, "AGAIN", 4)
+    monkeypatch.setattr(captured_module, "RECOMPARE_AFTER", 4)
     factor = [1.0]
 
     def changing(model, v, batch):
@@ -258,7 +258,7 @@ def test_functions_that_change_are_found_out_in_the_end(recorded, monkeypatch):
         solver.step()
     assert solver.solution().stats["compile"]["repeated"] > 5
     factor[0] = 2.0
-    with pytest.warns(CompileWarning, match="ended elsewhere"):
+    with pytest.warns(CompileWarning, match="gave different results"):
         solver.run(steps=20)
 
 
@@ -295,12 +295,12 @@ def test_a_recorded_read_is_an_error():
     ("method", "settings", "why"),
     [
         ("aid-identity", {"dropout": 0.2}, "draws random numbers"),
-        (NHGD(FisherWindow(window=40)), {}, "depends on numbers that it finds"),
+        (NHGD(FisherWindow(window=40)), {}, "depends on values it computes"),
         (NHGD(FULL, inner="natural"), {}, "natural steps"),
         ("aid-cg", {"inner_optimizer": torch.optim.Adam}, "capturable=True"),
         ("stocbio", {}, "looks at numbers"),
         ("aid-identity", {"project_v": lambda v: v.clamp_(0, 1)}, "project_v is a function"),
-        (NHGD(replace(FULL, solver="cholesky")), {}, "depends on numbers"),
+        (NHGD(replace(FULL, solver="cholesky")), {}, "depends on values"),
     ],
     ids=["dropout", "window", "natural", "adam", "stocbio", "projection", "cholesky"],
 )

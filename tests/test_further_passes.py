@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nhgd
-from nhgd._budget import BRIEF, PRICES, Budget, passes_paid
+from nhgd._budget import BRIEF, PRICES, Budget, affordable_passes
 from nhgd._cost import Layer, Shape, windowed
 from nhgd._recording.recorder import Recorder
 from nhgd.algorithm import AID, NHGD
@@ -165,7 +165,7 @@ def test_a_window_is_within_its_budget(name: str, steps: int, passes: int) -> No
     effort = budget.effort(inverse)
     assert effort is not None
     assert effort == budget.effort(inverse)
-    most, recorded = passes_paid(0.1, steps), [effort.records(step) for step in range(600 * steps)]
+    most, recorded = affordable_passes(0.1, steps), [effort.records(step) for step in range(600 * steps)]
     length = effort.memory
     loops = [sum(recorded[k * steps : (k + 1) * steps]) for k in range(600)]
     assert loops[0] >= 1  # something is there to solve with
@@ -195,7 +195,7 @@ def test_a_window_is_within_its_budget(name: str, steps: int, passes: int) -> No
 @pytest.mark.parametrize("steps", [1, 10, 25, 100])
 @pytest.mark.parametrize("inverse", [KFAC(), EKFAC(), FisherDiagonal(), KFAC(overhead=0.5)])
 def test_layer_means_are_within_their_share_of_the_gradients(inverse: Any, steps: int, passes: int) -> None:
-    most = passes_paid(inverse.overhead, steps)
+    most = affordable_passes(inverse.overhead, steps)
     for shape, inner in (
         (Shape(669_706, 256, (Layer(1, 512, 785), Layer(1, 512, 513), Layer(1, 10, 513))), 15e-3),
         (Shape(110, 66, (Layer(1, 10, 11),)), 1e-3),
@@ -263,7 +263,7 @@ def test_the_window_chooses_the_exact_matrix_which_is_the_hessian_of_least_squar
 def test_the_exact_matrix_is_taken_where_its_roots_are_paid_for(outputs: int, inner_steps: int, fisher: str) -> None:
     solver = run(least_squares(outputs), "nhgd", 11, inner_steps)
     assert solver.loop.inverse.fisher == fisher
-    assert max(further(solver, inner_steps)) <= passes_paid(0.1, inner_steps)
+    assert max(further(solver, inner_steps)) <= affordable_passes(0.1, inner_steps)
 
 
 def test_what_has_no_likelihood_is_learnt_from_its_gradients() -> None:

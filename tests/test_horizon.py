@@ -107,7 +107,7 @@ def test_where_each_inner_loop_begins_anew_the_horizon_is_one_loop():
     for k in range(20):
         horizon.observe(torch.ones(3))
         horizon.read(k)
-    assert horizon.loops == 1.0
+    assert horizon.horizon_loops == 1.0
 
 
 class Stiff:
@@ -246,7 +246,7 @@ def test_a_run_with_a_horizon_resumes_bit_for_bit(tmp_path):
 
 def test_an_outer_loss_that_rises_is_said_once():
     horizon = Horizon.start(CPU)
-    doubts = [horizon.doubt(loss) for loss in [1.0] * 30 + [9.0] * 10]
+    doubts = [horizon.warning_for(loss) for loss in [1.0] * 30 + [9.0] * 10]
     assert doubts[:30] == [None] * 30
     assert "risen" in doubts[-1]
     complaints = Complaints()
@@ -287,12 +287,12 @@ def test_a_longer_horizon_is_for_a_v_that_the_outer_samples_determine():
     for determined, few, settled in ((True, 50.0, 1e5), (False, 1.0, 1e2)):
         horizon = Horizon.start(CPU, determined=determined)
         horizon.rho = 0.99
-        assert horizon.loops == pytest.approx(199**0.75 if determined else 1.0)
-        assert horizon.loops >= few or not determined
+        assert horizon.horizon_loops == pytest.approx(199**0.75 if determined else 1.0)
+        assert horizon.horizon_loops >= few or not determined
         for k in range(200):
             horizon.observe(steady)
             horizon.read(k)
-        assert horizon.loops > settled
+        assert horizon.horizon_loops > settled
 
 
 @pytest.mark.parametrize(("samples", "determined"), [(11, False), (12, True), (None, True)])

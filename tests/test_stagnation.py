@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import nhgd
-from nhgd._stagnation import Course, StagnationWarning
+from nhgd._stagnation import StagnationWarning, Trajectory
 from nhgd.task import Quadratic
 from tests.commands import invoke, strict_json
 
@@ -105,11 +105,11 @@ def test_noise_does_not_hide_a_fall_nor_make_one():
     generator = torch.Generator().manual_seed(0)
 
     def remark(fall: float, noise: float) -> str | None:
-        course = Course(torch.zeros(4))
+        trajectory = Trajectory(torch.zeros(4))
         for k in range(1, 101):
             loss = 1 - fall * k / 100 + noise * float(torch.randn((), generator=generator))
-            course.note(torch.full((4,), 1e-5 * k), {"outer_loss": loss, "hypergradient_norm": 1.0})
-        return course.remark()
+            trajectory.note(torch.full((4,), 1e-5 * k), {"outer_loss": loss, "hypergradient_norm": 1.0})
+        return trajectory.remark()
 
     assert remark(0.1, 0.02) is None
     assert remark(0.1, 0.0) is None

@@ -1,4 +1,4 @@
-"""Outer steps whose work on a device is captured once and then repeated, without their Python."""
+"""Outer steps whose device work is captured once and then replayed without their Python."""
 
 from nhgd._captured.captured import Captured
 

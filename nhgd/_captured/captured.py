@@ -1,4 +1,4 @@
-"""The outer steps of a run, captured."""
+"""Which outer steps of a run are captured, and when they are replayed."""
 
 from __future__ import annotations
 
@@ -13,56 +13,54 @@ from torch import Tensor
 
 from nhgd import _tape as tape
 from nhgd._autocast import set_aside
-from nhgd._captured.comparison import close, counted, put
-from nhgd._captured.draws import Draws
+from nhgd._captured.comparison import close, copy_into, counter_increments
 from nhgd._captured.graph import AbstractCapture, CudaCapture
-from nhgd._captured.held import Held
-from nhgd._captured.placeholders import Known
+from nhgd._captured.placeholders import StepValues
+from nhgd._captured.random_draws import RandomDraws
 from nhgd._captured.refusal import refusal
 from nhgd._captured.rehearsal import Rehearsal
+from nhgd._captured.replay import RESPONSE_SECONDS, Replay, StepFailed
 from nhgd._captured.script import DEPTH, Script
-from nhgd._captured.taken import Failed, Graph, Pending, Taken
-from nhgd._solution import history_row
+from nhgd._captured.static_state import StaticState
+from nhgd._captured.steps import CapturedStep, PendingStep, StepResult
 from nhgd.algorithm import AbstractAlgorithm, Loop, StepInfo
 from nhgd.checkpoint import Progress
 from nhgd.errors import InputError, NhgdError
-from nhgd.execution.base import Traffic
 from nhgd.inverse._learned.periods import Periodic
 from nhgd.inverse.capabilities import follows_horizon
 from nhgd.loop.horizon import Horizon
 
-WARM_UP = 3  # outer steps that are taken plainly: whatever is looked at once is looked at there
-PATIENCE = 0.2  # seconds for which nobody is asked
-AHEAD = 64  # steps that are repeated without asking anybody
-MOST = 128  # captured steps that are kept, one for each course
-USUAL = 16  # from so many on, a course is met twice before its step is captured
-TRIALS = 2  # comparisons with the step itself before a captured one is believed
-FIRST = 4  # captured steps of which that is asked; of others, one
-AGAIN = 1000  # times that a captured step is repeated before it is compared once more
-FRUITLESS = 12  # outer steps in a row that could not be captured because the states changed their form
+WARM_UP_STEPS = 3  # outer steps that run eagerly first: checks that are made once are made there
+STEPS_PER_CALL = 64  # replayed before the caller regains control
+MAX_GRAPHS = 128  # captured steps that are kept, one for each signature
+GRAPHS_AT_ONCE = 16  # from so many on, a signature must be met twice before its step is captured
+COMPARISONS = 2  # with an eager step before a captured one is replayed ...
+FULLY_COMPARED = 4  # ... for so many captured steps; one comparison for each of the others
+RECOMPARE_AFTER = 1000  # replays
+MAX_FORM_CHANGES = 12  # outer steps in a row that could not be captured because the states changed their form
 
 
 class CompileWarning(UserWarning):
-    """compile="graph" was asked for, and outer steps are taken plainly."""
+    """compile="graph" was requested, but outer steps run eagerly."""
 
 
 class Captured:
-    """Takes outer steps by repeating what was captured of steps of the same course.
+    """Takes outer steps by replaying captured ones of the same signature.
 
-    The first steps are taken plainly. Then a step is rehearsed: taken as ever, while what its host does is noted. After that its
-    Python runs once more, and this time the work on the device is captured and not done; the captured work is done from where the
-    step began, and must arrive where the step did. It is believed from the second such comparison on, and compared again now and
-    then: the functions of a problem might depend on more than what they are given.
+    The first steps run eagerly. Then a step is rehearsed: it runs eagerly while a tape notes what the host does. Its Python runs
+    once more from the same start, this time under capture. The captured work is launched from that start and must arrive where
+    the eager step did. After two such comparisons the step is replayed, and it is compared again now and then, because the
+    functions of a problem may depend on more than their arguments.
 
-    Which work a step takes may follow from its number: which inner steps are recorded, whether factors are decomposed, how
-    large the batches are. Each such course has a captured step of its own.
+    The step number can change which work a step does: which inner steps are recorded, whether factors are decomposed, how
+    large the batches are. Each such signature has a captured step of its own.
 
     Args:
-        mode: "auto", "graph" or False, as of the solver.
+        mode: "auto", "graph" or False, as for the solver.
         capture: how work is captured; None: as CUDA graphs.
 
     Attributes:
-        reason: why steps are taken plainly; None while they are not.
+        reason: why steps run eagerly; None while they are captured.
     """
 
     def __init__(self, mode: str | bool, capture: AbstractCapture | None = None) -> None:
@@ -75,46 +73,50 @@ class Captured:
         self.mode = mode
         self.capture = CudaCapture() if capture is None else capture
         self.reason: str | None = "compile=False was given" if mode is False else None
-        self.repeated = 0
-        self._plain_steps = 0
-        self._fruitless = 0
-        self._graphs: dict[Hashable, Graph] = {}
-        self._held: Held | None = None
-        self._resting = True
-        self._next: Graph | None = None  # of the step that was found to be ready
+        self.replayed = 0
+        self._eager_steps = 0
+        self._form_changes = 0
+        self._graphs: dict[Hashable, CapturedStep] = {}
+        self._replay: Replay | None = None
+        self._suspended = True
+        self._next: CapturedStep | None = None  # that `ready` found
         self._met: dict[Hashable, int] = {}
         self._draws: tuple[int, int] | None = None  # batches of a step, inner and outer
-        self._ring: list[list[Tensor]] = []
-        self._doubts: list[str] = []
-        self._since = 0.0  # by the clock
-        self._pace = PATIENCE / 2  # seconds of a step
 
-    # -- what it says ----------------------------------------------------------------------------------------------------------
+    # -- report ----------------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """What was taken, and why, in a sentence."""
-        taken = self.capture.name if self.repeated else "eager"
-        return {"taken": taken, "why": self._why(), "captured": len(self._graphs), "repeated": self.repeated}
+        """How steps were taken, and why, in a sentence."""
+        taken = self.capture.name if self.replayed else "eager"
+        return {"taken": taken, "why": self._why(), "captured": len(self._graphs), "repeated": self.replayed}
 
     def _why(self) -> str:
         if self.reason is not None:
-            begun = f"{self.repeated} outer steps were repeated; then they were taken plainly" if self.repeated else ""
-            return f"{begun or 'Outer steps were taken plainly'}, because {self.reason}."
-        if not self.repeated:
+            begun = f"{self.replayed} outer steps were replayed, the rest ran eagerly" if self.replayed else ""
+            return f"{begun or 'Outer steps ran eagerly'}, because {self.reason}."
+        if not self.replayed:
             return "The run was too short for a captured step."
-        exact = all(graph.exact for graph in self._graphs.values() if graph.trials)
-        found = "in every bit" if exact else "to rounding"
-        return f"{self.repeated} outer steps were repeated as captured work, which agreed with the steps themselves {found}."
+        exact = all(graph.exact for graph in self._graphs.values() if graph.comparisons)
+        agreed = "in every bit" if exact else "to rounding"
+        return f"{self.replayed} outer steps were replayed from captured work, which agreed with eager steps {agreed}."
 
     def give_up(self, reason: str) -> None:
-        """Take all further steps plainly."""
+        """Run all further steps eagerly."""
         if self.reason is None:
             self.reason = reason
             if self.mode == "graph":
                 warnings.warn(f"compile='graph': {self._why()}", CompileWarning, stacklevel=2)
-        self.rest()
+        self._discard()
+
+    def _discard(self) -> None:
+        self.suspend()
         self._graphs.clear()
-        self._held = None
+        self._replay = None
+
+    def _start_again(self) -> None:
+        """Capture anew, from eager steps on."""
+        self._discard()
+        self._eager_steps = 0
 
     # -- steps -----------------------------------------------------------------------------------------------------------------
 
@@ -124,7 +126,7 @@ class Captured:
         return self.reason is None
 
     def begin(self, algorithm: AbstractAlgorithm, loop: Loop) -> None:
-        """Before a run: see whether anything is in the way."""
+        """Before a run: give up if its settings rule out capturing."""
         if self.active:
             why = self.capture.refusal(loop.problem.theta.device)
             if why is None:
@@ -137,169 +139,175 @@ class Captured:
             if why is not None:
                 self.give_up(why)
 
-    def look_around(self) -> None:
-        """Before a step: see whether the caller has changed what work is done, or where numbers are."""
-        if self._held is not None and not self._held.stands():
+    def check_environment(self) -> None:
+        """Before a step: notice tensors that the caller has moved, and autocast."""
+        if self._replay is not None and not self._replay.static.in_place():
             self._start_again()
         if self.active and any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
             self.give_up("autocast is on")
 
-    def attempt(self, algorithm: AbstractAlgorithm, progress: Progress) -> StepInfo:
-        """One step that is not repeated: a plain one, or a rehearsal, after which it may be captured."""
+    def run_eagerly(self, algorithm: AbstractAlgorithm, progress: Progress) -> StepInfo:
+        """One step that is not replayed: a plain one, or a rehearsal, after which it may be captured."""
         if not self.active:
-            return _plain(algorithm, progress)
+            return _eager(algorithm, progress)
         with tape.taping(None, repeatable=True):
-            if self._plain_steps < WARM_UP:
-                self._plain_steps += 1
-                with Draws(progress.loop.problem) as draws:
-                    info = _plain(algorithm, progress)
+            if self._eager_steps < WARM_UP_STEPS:
+                self._eager_steps += 1
+                with RandomDraws(progress.loop.problem) as draws:
+                    info = _eager(algorithm, progress)
                 if draws.seen is not None:
                     self.give_up(draws.seen)
                 return info
             return self._rehearse(algorithm, progress)
 
     def ready(self, progress: Progress) -> bool:
-        """Whether the next step can be repeated."""
-        if not self.active or self._plain_steps < WARM_UP or self._draws is None:
+        """Whether the next step can be replayed."""
+        if not self.active or self._eager_steps < WARM_UP_STEPS or self._draws is None:
             return False
-        self._hold(progress)
-        self._next = graph = self._graphs.get(self._course(progress))
-        if graph is None or graph.since >= AGAIN:
+        self._resume(progress)
+        self._next = graph = self._graphs.get(self._signature(progress))
+        if graph is None or graph.since >= RECOMPARE_AFTER:
             return False
-        return graph.trials >= (TRIALS if len(self._graphs) <= FIRST else 1)
+        return graph.comparisons >= (COMPARISONS if len(self._graphs) <= FULLY_COMPARED else 1)
 
-    def repeat(self, progress: Progress, most: int, before: Callable[[int], None]) -> list[Taken]:
-        """Repeat captured steps, at most so many; those that were taken. The run's random numbers are drawn inside.
+    def replay(self, progress: Progress, most: int, before: Callable[[int], None]) -> list[StepResult]:
+        """Replay at most `most` captured steps; returns those that were taken. Call it within the run's random scope.
 
         Args:
-            before: called with the number of steps taken here before each.
+            before: called before each step with the number of steps this call has begun.
         """
-        self._since, begun = time.perf_counter(), 0
-        until = self._since + PATIENCE
-        pending: deque[Pending] = deque()
-        taken: list[Taken] = []
+        replay, begun = self._resume(progress), 0
+        until = replay.begin() + RESPONSE_SECONDS
+        pending: deque[PendingStep] = deque()
+        taken: list[StepResult] = []
         error: BaseException | None = None
         try:
-            while begun < min(most, AHEAD) and (not begun or self.ready(progress)):
+            while begun < min(most, STEPS_PER_CALL) and (not begun or self.ready(progress)):
                 if begun and time.perf_counter() > until:
                     break
-                while len(pending) >= min(DEPTH, max(1, PATIENCE / self._pace)):
-                    self._look(progress, pending, taken)
+                while len(pending) >= replay.max_pending:
+                    self._read_first(replay, pending, taken)
                 before(begun)
-                pending.append(self._repeat_one(progress, begun % DEPTH))
+                assert self._next is not None
+                pending.append(replay.launch(self._next, begun % DEPTH))
                 begun += 1
-        except Failed:
+        except StepFailed:
             raise
-        except BaseException as found:  # an earlier step may be why, and rows of steps that were taken are not lost
+        except BaseException as found:  # an earlier step may be the cause, and rows of finished steps are kept
             error = found
         while pending:
-            self._look(progress, pending, taken)
+            self._read_first(replay, pending, taken)
         if error is not None:
-            assert self._held is not None
-            if len(self._ring) > begun % DEPTH:
-                put(self._held.point(), self._ring[begun % DEPTH])
+            replay.restore_start(begun % DEPTH)
             self._start_again()
             if isinstance(error, NhgdError):
-                raise Failed(error, taken) from error
+                raise StepFailed(error, taken) from error
             raise error
-        if self._doubts:
-            self.give_up(self._doubts[0])
+        if replay.refusals:
+            self.give_up(replay.refusals[0])
         return taken
 
-    def rest(self) -> None:
-        """States are as they are without captured steps: for a checkpoint, or a step that is taken plainly."""
-        if self._held is not None and not self._resting:
-            self._held.release()
-        self._resting = True
+    def _read_first(self, replay: Replay, pending: deque[PendingStep], taken: list[StepResult]) -> None:
+        step = pending.popleft()
+        try:
+            taken.append(replay.read(step, pending[0] if pending else None))
+        except NhgdError as error:
+            replay.undo(step)
+            self._start_again()
+            raise StepFailed(error, taken) from error
+        self.replayed += 1
 
-    # -- inside ----------------------------------------------------------------------------------------------------------------
+    def suspend(self) -> None:
+        """Give the states their usual form, for a checkpoint or an eager step outside the captured run."""
+        if self._replay is not None and not self._suspended:
+            self._replay.static.release()
+        self._suspended = True
 
-    def _hold(self, progress: Progress) -> Held:
-        if self._held is None or self._resting:
-            if self._held is None or not self._held.retake():
+    def _resume(self, progress: Progress) -> Replay:
+        if self._replay is None or self._suspended:
+            if self._replay is None or not self._replay.static.reattach():
                 self._graphs.clear()
-                self._held, self._ring = Held(progress), []
-            self._resting = False
-        return self._held
+                self._replay = Replay(progress, StaticState(progress))
+            self._suspended = False
+        return self._replay
 
-    def _course(self, progress: Progress) -> Hashable:
-        """What decides which work the next step takes, beside numbers."""
+    def _signature(self, progress: Progress) -> Hashable:
+        """What decides which work the next step does, numbers aside."""
         loop = progress.loop
         clock, steps = loop.clock, loop.settings.inner_steps
         assert self._draws is not None
         learner = None if loop.inverse is None else loop.inverse.learner
         learnt: Hashable = None
         if isinstance(learner, Periodic):
-            learnt = learner.course(clock.total, steps, loop.executor.keep().observed)
+            learnt = learner.signature(clock.total, steps, loop.executor.keep().observed)
         horizon = getattr(progress.state, "horizon", None) if follows_horizon(loop.inverse) else None
-        ahead = horizon.course(clock.k, steps) if isinstance(horizon, Horizon) else None
-        return loop.inner.sizes(self._draws[0]), loop.outer.sizes(self._draws[1]), learnt, ahead
+        measured = horizon.signature(clock.k, steps) if isinstance(horizon, Horizon) else None
+        return loop.inner.sizes(self._draws[0]), loop.outer.sizes(self._draws[1]), learnt, measured
+
+    # -- capturing -------------------------------------------------------------------------------------------------------------
 
     def _rehearse(self, algorithm: AbstractAlgorithm, progress: Progress) -> StepInfo:
-        loop, held = progress.loop, self._hold(progress)
-        device = loop.problem.theta.device
-        restore, owners, counters = held.host(), held.owners(), held.counters()
-        before = [t.clone() for t in held.tensors()]
+        """Take a step eagerly with its host noted, and capture it or compare it with the captured one."""
+        loop, static = progress.loop, self._resume(progress).static
+        restore, owners, counters = static.snapshot_host(), static.owners(), static.counters()
+        before = [t.clone() for t in static.tensors()]
         calls = dict(vars(loop.calls))
-        sizes = loop.inner.sizes(4 * loop.settings.inner_steps + 16), loop.outer.sizes(16)
-        key = None if self._draws is None else self._course(progress)
-        rehearsal = Rehearsal(device)
+        sizes = loop.inner.sizes(4 * loop.settings.inner_steps + 16)
+        key = None if self._draws is None else self._signature(progress)
+        rehearsal = Rehearsal(loop.problem.theta.device)
         try:
-            info = self._step(algorithm, progress, rehearsal)
+            info = _taped(algorithm, progress, rehearsal)
             rehearsal.check_draws()
         except NhgdError:
             raise
         except Exception as error:
-            put(held.tensors(), before)
+            copy_into(static.tensors(), before)
             restore()
             self.give_up(_in_words(error))
-            return _plain(algorithm, progress)
-        settled = held.settle()
+            return _eager(algorithm, progress)
+        settled = static.settle()
         for end in rehearsal.ends:
             end()
-        known = Known(rehearsal.values(), rehearsal.told_things)
-        found = known.info(info, rehearsal.laters)
-        if known.doubts:
-            self.give_up(known.doubts[0])
+        values = StepValues(rehearsal.values(), rehearsal.host_values)
+        found = values.info(info, rehearsal.deferred)
+        if values.refusals:
+            self.give_up(values.refusals[0])
             return found
         if not settled:
-            self._fruitless += 1
-            self.rest()
-            self._held = None
-            if self._fruitless > FRUITLESS:
+            self._form_changes += 1
+            self.suspend()
+            self._replay = None
+            if self._form_changes > MAX_FORM_CHANGES:
                 self.give_up("the states of the method keep changing their form")
             return found
-        draws = tuple(rehearsal.draws.get(id(stream), 0) for stream in (loop.inner, loop.outer))
+        draws = rehearsal.draws.get(id(loop.inner), 0), rehearsal.draws.get(id(loop.outer), 0)
         if key is None or draws != self._draws:
-            self._draws = (draws[0], draws[1])
-            if draws[0] > len(sizes[0]) > 0:
+            self._draws = draws
+            if draws[0] > len(sizes) > 0:
                 self.give_up("a step draws too many batches")
             return found
-        self._fruitless = 0
+        self._form_changes = 0
         graph = self._graphs.get(key)
         self._met[key] = self._met.get(key, 0) + 1
-        if graph is None and (len(self._graphs) >= MOST or (len(self._graphs) >= USUAL and self._met[key] < 2)):
+        if graph is None and not self._has_room(key):
             return found
-        after = [t.clone() for t in held.tensors()]
+        after = [t.clone() for t in static.tensors()]
         if graph is None:
             grown = {name: value - calls[name] for name, value in vars(loop.calls).items()}
-            growing, why = counted(held, counters, owners)
-            if why is None:
-                graph, why = self._captured(algorithm, progress, rehearsal, before, after, restore, grown, growing)
-            if graph is None:
-                self.give_up(why or "it could not be captured")
+            try:
+                increments = counter_increments(static, counters, owners)
+                script = self._capture(algorithm, progress, rehearsal, before, after, restore)
+            except tape.NotRepeatable as error:
+                self.give_up(str(error))
                 return found
-            self._graphs[key] = graph
-        self._try(graph, held, rehearsal, before, after)
+            graph = self._graphs[key] = CapturedStep(script, grown, increments)
+        self._compare(graph, static, rehearsal, before, after)
         return found
 
-    def _step(self, algorithm: AbstractAlgorithm, progress: Progress, noting: tape.Tape) -> StepInfo:
-        with set_aside(), tape.taping(noting):
-            progress.loop.begin()
-            progress.state, info = algorithm.step(progress.loop, progress.state)
-        return info
+    def _has_room(self, key: Hashable) -> bool:
+        return len(self._graphs) < GRAPHS_AT_ONCE or (len(self._graphs) < MAX_GRAPHS and self._met[key] > 1)
 
-    def _captured(
+    def _capture(
         self,
         algorithm: AbstractAlgorithm,
         progress: Progress,
@@ -307,132 +315,60 @@ class Captured:
         before: list[Tensor],
         after: list[Tensor],
         restore: Callable[[], None],
-        calls: dict[str, int],
-        counters: dict[str, int],
-    ) -> tuple[Graph | None, str | None]:
-        """The step captured, from where it began; the run stays where it ended."""
-        held = self._held
-        assert held is not None
-        back = held.host()
-        places = held.tensors()
+    ) -> Script:
+        """Capture the step from its start; the run stays at its end."""
+        static = self._resume(progress).static
+        restore_end = static.snapshot_host()
+        places = static.tensors()
         restore()
-        put(places, before)
+        copy_into(places, before)
         script = Script(rehearsal, self.capture)
-        why = None
         try:
             script.begin()
-            info = self._step(algorithm, progress, script)
-            if not held.settle(hang=False):
+            info = _taped(algorithm, progress, script)
+            if not static.settle(rebind=False):
                 raise tape.NotRepeatable("the states of the method changed their form")
             script.finish(info)
         except Exception as error:
             self.capture.abandon()
-            why = _in_words(error)
+            raise tape.NotRepeatable(_in_words(error)) from error
         finally:
-            back()
-            put(places, after)
-        return (None, why) if why is not None else (Graph(script, calls, counters), None)
+            restore_end()
+            copy_into(places, after)
+        return script
 
-    def _try(self, graph: Graph, held: Held, rehearsal: Rehearsal, before: list[Tensor], after: list[Tensor]) -> None:
-        """Compare the captured step with the one that was just taken."""
-        places = held.tensors()
+    def _compare(
+        self, graph: CapturedStep, static: StaticState, rehearsal: Rehearsal, before: list[Tensor], after: list[Tensor]
+    ) -> None:
+        """Compare the captured step with the eager one that was just taken."""
+        places = static.tensors()
         wanted = [*after, torch.tensor(rehearsal.values(), dtype=torch.float64)]
         try:
-            put(places, before)
+            copy_into(places, before)
             graph.script.rehearsed(rehearsal)
             got = [*places, torch.tensor(graph.script.last_values(), dtype=torch.float64)]
             exact = all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
             starts = [*before, torch.zeros_like(wanted[-1])]
-            alike = exact or all(close(a, b, c) for a, b, c in zip(got, wanted, starts, strict=True))
+            agrees = exact or all(close(a, b, c) for a, b, c in zip(got, wanted, starts, strict=True))
         except RuntimeError as error:
-            put(places, after)
+            copy_into(places, after)
             self.give_up(_in_words(error))
             return
-        put(places, after)
-        if not alike:
-            self.give_up("a captured step ended elsewhere than the step itself")
+        copy_into(places, after)
+        if not agrees:
+            self.give_up("a captured step and the same step run eagerly gave different results")
             return
-        graph.trials += 1
+        graph.comparisons += 1
         graph.since = 0
         graph.exact &= exact
 
-    def _repeat_one(self, progress: Progress, row: int) -> Pending:
-        loop, held, graph = progress.loop, self._hold(progress), self._next
-        assert graph is not None
-        while len(self._ring) <= row:
-            self._ring.append([t.clone() for t in held.point()])
-        torch._foreach_copy_(self._ring[row], held.point())
-        calls = dict(vars(loop.calls))
-        told = graph.script.play(row)
-        graph.since += 1
-        for name, grown in graph.calls.items():
-            setattr(loop.calls, name, calls[name] + grown)
-        held.count(graph.counters)
-        loop.clock.k += 1
-        done = None
-        if loop.problem.theta.device.type == "cuda":
-            done = torch.cuda.Event()
-            done.record()
-        return Pending(graph, row, loop.clock.k, calls, told, done)
 
-    def _look(self, progress: Progress, pending: deque[Pending], taken: list[Taken]) -> None:
-        """Read the numbers of the first of the steps that were repeated, and write its row. Those behind it go on meanwhile."""
-        loop, held, one = progress.loop, self._held, pending.popleft()
-        assert held is not None
-        assert one.graph.script.info is not None
-        if one.done is not None:
-            one.done.synchronize()
-        known = Known(one.graph.script.values(one.row), one.told)
-        try:
-            info = known.info(one.graph.script.info, one.graph.script.laters)
-        except NhgdError as found:
-            if one.done is not None:
-                torch.cuda.synchronize(loop.problem.theta.device)
-            self._go_back(progress, one)
-            raise Failed(found, taken) from found
-        end = loop.clock.k, dict(vars(loop.calls))
-        loop.clock.k = one.step
-        vars(loop.calls).update({name: one.calls[name] + grown for name, grown in one.graph.calls.items()})
-        moment = time.perf_counter()
-        self._pace = seconds = max(moment - self._since, 1e-6)
-        self._since = moment
-        progress.seconds += seconds
-        work = Traffic(processes=loop.executor.traffic.processes)
-        row = history_row(loop, info, work, progress.seconds, seconds)
-        loop.clock.k = end[0]
-        vars(loop.calls).update(end[1])
-        progress.history.append(row)
-        self.repeated += 1
-        self._doubts += known.doubts
-        following = self._ring[pending[0].row] if pending else held.point()
-        part = slice(len(loop.problem.theta.leaves), len(loop.problem.theta.leaves) + len(loop.problem.v.leaves))
-        pairs = zip(following[part], self._ring[one.row][part], strict=True)
-        lengths = [torch.linalg.vector_norm(a - b, dtype=torch.float64) for a, b in pairs]
-        taken.append(Taken(row, lengths[0] if len(lengths) == 1 else torch.stack(lengths).norm()))
-
-    def _go_back(self, progress: Progress, one: Pending) -> None:
-        """To where a step began that failed."""
-        loop, held = progress.loop, self._held
-        assert held is not None
-        put(held.point(), self._ring[one.row])
-        loop.clock.k = one.step - 1
-        vars(loop.calls).update(one.calls)
-        loop.recent.clear()
-        script = one.graph.script
-        for stream, place in script.batches:
-            if stream is loop.inner:
-                loop.recent.append(loop.inner.gathered(script.arena.index(one.row, place)))
-        self._start_again()
-
-    def _start_again(self) -> None:
-        """Look at the steps anew, after one has failed."""
-        self.rest()
-        self._graphs.clear()
-        self._held = None
-        self._plain_steps = 0
+def _taped(algorithm: AbstractAlgorithm, progress: Progress, noting: tape.Tape) -> StepInfo:
+    with tape.taping(noting):
+        return _eager(algorithm, progress)
 
 
-def _plain(algorithm: AbstractAlgorithm, progress: Progress) -> StepInfo:
+def _eager(algorithm: AbstractAlgorithm, progress: Progress) -> StepInfo:
     with set_aside():
         progress.loop.begin()
         progress.state, info = algorithm.step(progress.loop, progress.state)
@@ -442,5 +378,5 @@ def _plain(algorithm: AbstractAlgorithm, progress: Progress) -> StepInfo:
 def _in_words(error: Exception) -> str:
     if isinstance(error, tape.NotRepeatable):
         return str(error)
-    said = " ".join(str(error).split())
-    return f"a step could not be captured ({type(error).__name__}: {said[:200]})"
+    message = " ".join(str(error).split())
+    return f"a step could not be captured ({type(error).__name__}: {message[:200]})"

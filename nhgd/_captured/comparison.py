@@ -1,4 +1,4 @@
-"""Whether captured work does what its step did."""
+"""Whether a captured step does what the eager one did."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nhgd._captured.held import Held
+from nhgd._captured.static_state import StaticState
+from nhgd._tape import NotRepeatable
 
 
-def put(places: list[Tensor], values: list[Tensor]) -> None:
+def copy_into(places: list[Tensor], values: list[Tensor]) -> None:
     with torch.no_grad():
         for place, value in zip(places, values, strict=True):
             place.copy_(value)
 
 
 def close(got: Tensor, wanted: Tensor, before: Tensor) -> bool:
-    """Whether two results differ by rounding, beside what the step changed."""
+    """Whether two results differ only by rounding, relative to what the step changed."""
     if not got.is_floating_point():
         return torch.equal(got, wanted)
     a, b, c = got.double(), wanted.double(), before.double()
@@ -26,17 +27,17 @@ def close(got: Tensor, wanted: Tensor, before: Tensor) -> bool:
     return bool((a - b).norm() <= allowed)
 
 
-def counted(held: Held, before: dict[str, Any], owners: dict[str, int]) -> tuple[dict[str, int], str | None]:
-    """By how much whole numbers of the states grew in a step; or why it is not that simple."""
-    now, grown = held.counters(), dict[str, int]()
-    own = held.owners()
-    for path, value in now.items():
-        was = before.get(path)
-        if own[path] == owners.get(path) or was is value:
+def counter_increments(static: StaticState, before: dict[str, Any], owners: dict[str, int]) -> dict[str, int]:
+    """How much each integer of the states grew in a step. Any other change on the host cannot be repeated."""
+    grown = dict[str, int]()
+    owner = static.owners()
+    for path, value in static.counters().items():
+        earlier = before.get(path)
+        if owner[path] == owners.get(path) or earlier is value:
             continue
-        if type(was) is int and type(value) is int:
-            if value != was:
-                grown[path] = value - was
-        elif type(was) is not type(value) or was != value:
-            return {}, f"{path} of the states changes on the host"
-    return grown, None
+        if type(earlier) is int and type(value) is int:
+            if value != earlier:
+                grown[path] = value - earlier
+        elif type(earlier) is not type(value) or earlier != value:
+            raise NotRepeatable(f"{path} of the states changes on the host")
+    return grown

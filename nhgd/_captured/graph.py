@@ -1,4 +1,4 @@
-"""Where work on a device is captured: as CUDA graphs."""
+"""How work on a device is captured: as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nhgd._tape import Aside
+from nhgd._tape import Overlap
 
 
 class Segment(Protocol):
-    """A piece of captured work."""
+    """A stretch of captured work."""
 
     def replay(self) -> None:
-        """Do it again, on the same memory."""
+        """Run it again on the same memory."""
 
 
 class AbstractCapture(ABC):
@@ -30,51 +30,51 @@ class AbstractCapture(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """From here on work is captured, and not done."""
+        """Begin a segment: work is captured and does not run."""
 
     @abstractmethod
     def close(self) -> Segment:
-        """The segment ends here."""
+        """End the segment."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Something went wrong while a segment was open, or between two."""
+        """Clean up after an error during capture."""
 
     @abstractmethod
     def settled(self) -> None:
-        """All segments of a step were closed."""
+        """Leave capture: all segments of the step are closed."""
 
     @contextmanager
-    def early(self) -> Iterator[Aside]:
-        """Work inside depends on nothing in the segment."""
-        yield Aside()
+    def early(self) -> Iterator[Overlap]:
+        """A context for work that depends on nothing in the segment."""
+        yield Overlap()
 
     @contextmanager
-    def aside(self, kept: tuple[Tensor, ...]) -> Iterator[Aside]:
-        """Work inside depends on what came before, and may go on beside what follows. What it reads is not let go of."""
-        yield Aside()
+    def overlapped(self, kept: tuple[Tensor, ...]) -> Iterator[Overlap]:
+        """A context for work that may overlap with what follows. `kept`, which it reads, stays alive."""
+        yield Overlap()
 
     def join(self) -> None:  # noqa: B027
-        """All that went on beside is done."""
+        """Wait for all overlapped work."""
 
     def refusal(self, device: torch.device) -> str | None:
-        """Why work on a device cannot be captured; None where it can."""
+        """Why work on a device cannot be captured, or None."""
         return None
 
 
-class _OnStream(Aside):
+class _OnStream(Overlap):
     def __init__(self, capture: CudaCapture) -> None:
         self._capture, self._segment, self.done = capture, capture.segment, torch.cuda.Event()
 
     @override
     def join(self) -> None:
-        if self._segment == self._capture.segment:  # the end of a segment has joined all
+        if self._segment == self._capture.segment:  # the end of a segment joins all
             self._capture.stream.wait_event(self.done)
 
 
 @final
 class CudaCapture(AbstractCapture):
-    """CUDA graphs, all of them in one pool of memory, because they run one after another."""
+    """CUDA graphs in one memory pool, which they can share because they run one after another."""
 
     name = "graph"
 
@@ -106,7 +106,7 @@ class CudaCapture(AbstractCapture):
             self._outside = torch.cuda.stream(self.stream)
             self._outside.__enter__()
             self._collects = gc.isenabled()
-            gc.disable()  # what is let go of meanwhile may ask something of the device
+            gc.disable()  # a finaliser may call the device
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._began = torch.cuda.Event()
@@ -118,19 +118,19 @@ class CudaCapture(AbstractCapture):
         self.segment += 1
         graph, self._graph = self._graph, None
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # between two islands
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # between two eager sections
             graph.capture_end()
         return graph  # type: ignore[no-any-return]  # torch's own
 
     @contextmanager
     @override
-    def early(self) -> Iterator[Aside]:
+    def early(self) -> Iterator[Overlap]:
         with self._on(self._early, self._began) as work:
             yield work
 
     @contextmanager
     @override
-    def aside(self, kept: tuple[Tensor, ...]) -> Iterator[Aside]:
+    def overlapped(self, kept: tuple[Tensor, ...]) -> Iterator[Overlap]:
         self._kept.append(kept)
         here = torch.cuda.Event()
         here.record(self.stream)
@@ -138,7 +138,7 @@ class CudaCapture(AbstractCapture):
             yield work
 
     @contextmanager
-    def _on(self, stream: Any, after: Any) -> Iterator[Aside]:
+    def _on(self, stream: Any, after: Any) -> Iterator[Overlap]:
         work = _OnStream(self)
         stream.wait_event(after)
         self._forked.add(stream)
@@ -159,7 +159,7 @@ class CudaCapture(AbstractCapture):
         try:
             if graph is not None:
                 graph.capture_end()
-        except RuntimeError:  # the capture was broken off by what went wrong
+        except RuntimeError:  # the error has already ended the capture
             pass
         finally:
             self.settled()

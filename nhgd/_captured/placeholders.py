@@ -1,4 +1,4 @@
-"""What a step has told by placeholders, once its numbers are known."""
+"""What the placeholders of a captured step stand for, once its numbers are known."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from nhgd._tree import map_leaves
 from nhgd.algorithm import StepInfo
 
 
-class Known:
+class StepValues:
     """The numbers of one step.
 
     Args:
         values: of its readings.
-        told: what the host found out in the middle of it.
+        host_values: what the host computed during the step.
 
     Attributes:
-        doubts: why steps of the run cannot be captured any more, as far as this one shows.
+        refusals: why further steps cannot be captured, if this one showed it.
     """
 
-    def __init__(self, values: Sequence[float], told: Sequence[Any]) -> None:
-        self._values, self._told = values, told
+    def __init__(self, values: Sequence[float], host_values: Sequence[Any]) -> None:
+        self._values, self._host_values = values, host_values
         self._made: dict[int, Any] = {}
-        self.doubts: list[str] = []
+        self.refusals: list[str] = []
 
     def of(self, tree: Any) -> Any:
-        """A tree with what its placeholders stand for."""
+        """The tree with its placeholders replaced."""
         return map_leaves(self._leaf, tree)
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, tape.Reading):
             return self._values[leaf.place]
-        if isinstance(leaf, tape.Told):
-            return self._told[leaf.place]
-        if isinstance(leaf, tape.Later):
+        if isinstance(leaf, tape.HostValue):
+            return self._host_values[leaf.place]
+        if isinstance(leaf, tape.Deferred):
             if id(leaf) not in self._made:
                 self._made[id(leaf)] = leaf.make(*self.of(leaf.arguments))
             return self._made[id(leaf)]
         return leaf
 
-    def info(self, info: StepInfo, laters: Sequence[tape.Later]) -> StepInfo:
-        """What the step tells, after all that the host does with its numbers, in order. It may raise what the step would have."""
-        for later in laters:
+    def info(self, info: StepInfo, deferred: Sequence[tape.Deferred]) -> StepInfo:
+        """What the step reports, after the deferred work of the host, in order. It raises what an eager step would have."""
+        for later in deferred:
             try:
                 self.of(later)
-            except tape.NotRepeatable as doubt:
+            except tape.NotRepeatable as refusal:
                 self._made[id(later)] = None
-                self.doubts.append(str(doubt))
+                self.refusals.append(str(refusal))
         found: StepInfo = self.of(info)
         notes: dict[str, Any] = {}
         for name, note in found.notes.items():

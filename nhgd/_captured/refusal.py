@@ -1,4 +1,4 @@
-"""Why the steps of a run cannot be captured, as far as its settings tell."""
+"""Why the settings of a run rule out captured steps."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ REPEATABLE = (Identity, CG, EKFAC, KFAC, FisherDiagonal)
 
 
 def refusal(algorithm: AbstractAlgorithm, loop: Loop) -> str | None:
-    """A part of a sentence that says why; None where nothing is known to be in the way."""
+    """The reason, as a clause; None if the settings allow it."""
     problem = loop.problem
     why = algorithm.not_repeatable
     if why is not None:
         return why
     if loop.inverse is not None and not _is_repeatable(loop.inverse):
-        return f"the work of {label(loop.inverse)} depends on numbers that it finds"
+        return f"the work of {label(loop.inverse)} depends on values it computes"
     if not isinstance(loop.executor, Inline) or loop.division.workers > 1:
-        return f"curvature is kept by {loop.executor.name} execution with {loop.division.workers} worker(s)"
+        return f"the curvature is kept by {loop.executor.name} execution with {loop.division.workers} worker(s)"
     if callable(problem.l2):
         return "l2 is a function of v"
     if problem.theta.recurrent or problem.v.recurrent:
         return "a recurrent layer is part of the problem"
     if problem.theta.is_compiled or problem.v.is_compiled:
-        return "a model is compiled already"
+        return "the model is already compiled"
     for name, rule in (("project", loop.settings.project), ("project_v", loop.settings.project_v)):
         if callable(rule):
-            return f"{name} is a function, which may read numbers"
+            return f"{name} is a function, which may read values on the host"
     for part in (loop.theta, loop.v, loop.inner, loop.outer):
         why = part.refusal()
         if why is not None:

@@ -1,4 +1,4 @@
-"""A step that is taken, and whose host is noted."""
+"""An eager step that notes what its host does."""
 
 from __future__ import annotations
 
@@ -11,47 +11,49 @@ from torch import Tensor
 from typing_extensions import override
 
 from nhgd._randomness import standing
-from nhgd._tape import Aside, Gathers, Later, NotRepeatable, Number, Reading, Tape, Told
+from nhgd._tape import BatchSource, Deferred, HostValue, NotRepeatable, Number, Overlap, Reading, Tape
 from nhgd._tree import map_tensors
 
 T = TypeVar("T")
 
 
 class Rehearsal(Tape):
-    """Takes a step as it would be taken without a tape, and keeps the numbers that its host made.
+    """Runs a step as without a tape, and keeps the numbers that its host made.
 
     Attributes:
-        kinds: of what the host did, in order.
-        fed_numbers, indices, results: what was put onto the device, and what islands gave.
-        readings, laters, told_things, ends: as they are noted for later.
-        draws: batches of each stream.
+        kinds: what the host did, in order.
+        uploads, indices, results: numbers and indices sent to the device, and results of eager sections.
+        readings, deferred, host_values, ends: what the host reads and does later.
+        draws: the number of batches drawn from each stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.kinds: list[str] = []
         self.numbers: list[float] = []
-        self.fed_numbers: list[float] = []
+        self.uploads: list[float] = []
         self.indices: list[Tensor] = []
         self.results: list[Any] = []
         self.readings: list[Tensor] = []
-        self.laters: list[Later] = []
-        self.told_things: list[Any] = []
+        self.deferred: list[Deferred] = []
+        self.host_values: list[Any] = []
         self.ends: list[Callable[[], None]] = []
         self.draws: dict[int, int] = {}
-        self.early: list[tuple[int, Gathers]] = []  # batches that nothing of the step comes before, by their index
-        self._fed: dict[int, tuple[Number, Tensor]] = {}
+        self.early: list[
+            tuple[int, BatchSource]
+        ] = []  # batches drawn before any eager section, by the number of their index
+        self._uploaded: dict[int, tuple[Number, Tensor]] = {}
         self._standing = standing(device)
 
     def _made(self, make: Callable[[], T]) -> T:
-        """What the host makes may draw random numbers; nothing else may."""
+        """Call a function of the host, which alone may draw random numbers."""
         self.check_draws()
         found = make()
         self._standing = standing(self.device)
         return found
 
     def check_draws(self) -> None:
-        """Refuse a step that draws random numbers on its own."""
+        """Refuse a step whose work on the device draws random numbers."""
         if standing(self.device) != self._standing:
             raise NotRepeatable("a step draws random numbers, such as those of dropout")
 
@@ -63,13 +65,13 @@ class Rehearsal(Tape):
         return Number.of(value, lambda: value)
 
     @override
-    def fed(self, value: Number) -> Tensor:
-        known = self._fed.get(id(value))
+    def uploaded(self, value: Number) -> Tensor:
+        known = self._uploaded.get(id(value))
         if known is None:
-            self.kinds.append("fed")
-            self.fed_numbers.append(float(value))
+            self.kinds.append("upload")
+            self.uploads.append(float(value))
             made = torch.tensor(float(value), dtype=torch.float64, device=self.device)
-            known = self._fed[id(value)] = (value, made)
+            known = self._uploaded[id(value)] = (value, made)
         return known[1]
 
     @override
@@ -80,15 +82,15 @@ class Rehearsal(Tape):
         return made.to(self.device)
 
     @override
-    def batch(self, stream: Gathers) -> Any:
+    def batch(self, stream: BatchSource) -> Any:
         self.draws[id(stream)] = self.draws.get(id(stream), 0) + 1
-        if "island" not in self.kinds:
+        if "eager" not in self.kinds:
             self.early.append((len(self.indices), stream))
         return stream.gathered(self.index(stream.next_index))
 
     @override
-    def aside(self, kept: tuple[Tensor, ...]) -> AbstractContextManager[Aside]:
-        return nullcontext(Aside())
+    def overlapped(self, kept: tuple[Tensor, ...]) -> AbstractContextManager[Overlap]:
+        return nullcontext(Overlap())
 
     @override
     def at_end(self, do: Callable[[], None]) -> None:
@@ -104,10 +106,10 @@ class Rehearsal(Tape):
         self._made(do)
 
     @override
-    def island(self, work: Callable[[], T]) -> T:
-        self.kinds.append("island")
+    def eager(self, work: Callable[[], T]) -> T:
+        self.kinds.append("eager")
         result = self._made(work)
-        self.results.append(map_tensors(lambda t: t, result))  # in containers of their own: a state may hold the others
+        self.results.append(map_tensors(lambda t: t, result))  # in new containers: a state may hold the original ones
         return result
 
     @override
@@ -116,18 +118,18 @@ class Rehearsal(Tape):
         return Reading(len(self.readings) - 1)
 
     @override
-    def later(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Later:
-        self.laters.append(Later(make, arguments))
-        return self.laters[-1]
+    def defer(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Deferred:
+        self.deferred.append(Deferred(make, arguments))
+        return self.deferred[-1]
 
     @override
-    def told(self, make: Callable[[], Any]) -> Told:
-        self.kinds.append("told")
-        self.told_things.append(make())
-        return Told(len(self.told_things) - 1)
+    def host_value(self, make: Callable[[], Any]) -> HostValue:
+        self.kinds.append("host_value")
+        self.host_values.append(make())
+        return HostValue(len(self.host_values) - 1)
 
     def values(self) -> list[float]:
-        """Of the readings."""
+        """The values of the readings."""
         if not self.readings:
             return []
         found: list[float] = torch.stack([t.double() for t in self.readings]).tolist()

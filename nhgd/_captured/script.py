@@ -1,4 +1,4 @@
-"""A captured step: what the host does in it, in order, and the segments of work in between."""
+"""A captured step: the actions of its host, in order, and the captured segments between them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from typing_extensions import override
 
 from nhgd._captured.graph import AbstractCapture
 from nhgd._captured.rehearsal import Rehearsal
-from nhgd._tape import Aside, Gathers, Later, NotRepeatable, Number, Reading, Tape, Told
+from nhgd._tape import BatchSource, Deferred, HostValue, NotRepeatable, Number, Overlap, Reading, Tape
 from nhgd._tree import map_tensors, tensors
 from nhgd.algorithm import StepInfo
 
 T = TypeVar("T")
-ROOM = 2**28  # bytes that may be held for work that goes on beside the rest
-DEPTH = 16  # steps that are repeated before their numbers are looked at
+ROOM = 2**28  # bytes that overlapped work may keep alive
+DEPTH = 16  # steps that are launched before their numbers are read
 
 
 class Arena:
-    """Memory that the host writes to before a segment: numbers and whole numbers, and as often in the host's own memory.
+    """Memory on the device for the numbers and indices of a step, with staging memory on the host.
 
-    Each of the steps whose numbers were not looked at yet has a row of its own there, because what is sent to the device may
-    not have left when the next step is made.
+    Each pending step has a staging row of its own, because its transfer may not have finished when the host prepares the next.
     """
 
     def __init__(self, numbers: int, indices: int, device: torch.device) -> None:
@@ -37,19 +36,19 @@ class Arena:
         self._rows, self._index_rows = self._numbers.numpy(), self._indices.numpy()
 
     def put_number(self, row: int, place: int, value: float) -> None:
-        """Write a number in the host's memory."""
+        """Stage a number."""
         self._rows[row, place] = value
 
     def put_index(self, row: int, place: slice, value: Tensor) -> None:
-        """Write whole numbers in the host's memory."""
+        """Stage indices."""
         self._index_rows[row, place] = value.reshape(-1).numpy()
 
     def index(self, row: int, place: slice) -> Tensor:
-        """What was written there."""
+        """The indices staged there."""
         return self._indices[row, place].clone()
 
     def send(self, row: int, numbers: slice, indices: slice) -> None:
-        """Send a part of a row."""
+        """Transfer part of a row to the device."""
         if numbers.stop > numbers.start:
             self.numbers[numbers].copy_(self._numbers[row, numbers], non_blocking=True)
         if indices.stop > indices.start:
@@ -57,41 +56,41 @@ class Arena:
 
 
 class Script(Tape):
-    """Notes a step that is captured, after its rehearsal, and repeats it.
+    """Captures a step after its rehearsal, and replays it.
 
-    While it is noted, nothing is done on the device: numbers, indices and the results of islands are those of the rehearsal.
+    During capture nothing runs on the device: numbers, indices and the results of eager sections are those of the rehearsal.
     """
 
     def __init__(self, rehearsal: Rehearsal, capture: AbstractCapture) -> None:
         self._rehearsal, self._capture = rehearsal, capture
         device = rehearsal.device
-        self.arena = Arena(len(rehearsal.fed_numbers), sum(i.numel() for i in rehearsal.indices), device)
+        self.arena = Arena(len(rehearsal.uploads), sum(i.numel() for i in rehearsal.indices), device)
         self.lines: list[Callable[[int], None]] = []
-        self.segments: list[Callable[[int], None]] = []  # sending included, islands not
-        self.laters: list[Later] = []
-        self.batches: list[tuple[Any, slice]] = []  # who drew them, and their place in the arena
+        self.segments: list[Callable[[int], None]] = []  # transfers included, eager sections not
+        self.deferred: list[Deferred] = []
+        self.batches: list[tuple[Any, slice]] = []  # their stream, and their place in the arena
         self.info: StepInfo | None = None
-        self._told: list[Any] = []
+        self._host_values: list[Any] = []
         self._kinds = iter(rehearsal.kinds)
         self._numbers = iter(rehearsal.numbers)
         self._indices = iter(rehearsal.indices)
         self._results = iter(rehearsal.results)
-        self._fed: dict[int, tuple[Number, Tensor]] = {}
+        self._uploaded: dict[int, tuple[Number, Tensor]] = {}
         self._readings: list[Tensor] = []
-        self._given: list[list[Tensor]] = []  # by islands
+        self._given: list[list[Tensor]] = []  # results of eager sections
         self._ends: list[Callable[[], None]] = []
-        self._told_count = self._index_count = 0
-        self._early: dict[int, tuple[Any, Aside]] = {}
+        self._host_value_count = self._index_count = 0
+        self._early: dict[int, tuple[Any, Overlap]] = {}
         self._kept = 0  # bytes
         self._place = [0, 0]  # in the arena
         self._sent = [0, 0]
         self._values: Tensor | None = None  # of the readings, after a step
         self._rows = torch.zeros(DEPTH, len(rehearsal.readings), dtype=torch.float64, pin_memory=device.type == "cuda")
 
-    # -- noting ----------------------------------------------------------------------------------------------------------------
+    # -- capture ---------------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The first segment begins."""
+        """Open the first segment."""
         self._take_over(self._rehearsal)
         self.arena.send(0, slice(0, len(self.arena.numbers)), slice(0, len(self.arena.indices)))
         self._capture.open()
@@ -104,8 +103,8 @@ class Script(Tape):
                 self._early[number] = (stream.gathered(index), work)
 
     @override
-    def batch(self, stream: Gathers) -> Any:
-        """Gathered at the start of the step where its samples are known there."""
+    def batch(self, stream: BatchSource) -> Any:
+        """The batch; gathered at the start of the step if its samples are known there."""
         number = self._index_count
         index = self.index(stream.next_index)
         if number not in self._early:
@@ -115,17 +114,17 @@ class Script(Tape):
         return found
 
     @override
-    def aside(self, kept: tuple[Tensor, ...]) -> AbstractContextManager[Aside]:
+    def overlapped(self, kept: tuple[Tensor, ...]) -> AbstractContextManager[Overlap]:
         self._kept += sum(t.numel() * t.element_size() for t in kept)
         if self._kept > ROOM:
-            return nullcontext(Aside())
-        return self._capture.aside(kept)
+            return nullcontext(Overlap())
+        return self._capture.overlapped(kept)
 
     def finish(self, info: StepInfo) -> None:
-        """The last one ends."""
+        """Close the last segment."""
         self.info = info
         if next(self._kinds, None) is not None:
-            raise NotRepeatable("a step did less when it was captured than when it was rehearsed")
+            raise NotRepeatable("a step did less under capture than when it ran eagerly")
         if self._readings:
             self._capture.join()
             self._values = torch.stack([t.double() for t in self._readings])
@@ -149,7 +148,7 @@ class Script(Tape):
     def _expect(self, kind: str) -> None:
         found = next(self._kinds, None)
         if found != kind:
-            raise NotRepeatable("a step did otherwise when it was captured than when it was rehearsed")
+            raise NotRepeatable("a step did something else under capture than when it ran eagerly")
 
     @override
     def number(self, make: Callable[[], float]) -> float:
@@ -163,14 +162,14 @@ class Script(Tape):
         return Number.of(cell[0], lambda: cell[0])
 
     @override
-    def fed(self, value: Number) -> Tensor:
-        known = self._fed.get(id(value))
+    def uploaded(self, value: Number) -> Tensor:
+        known = self._uploaded.get(id(value))
         if known is None:
-            self._expect("fed")
+            self._expect("upload")
             place, put, give = self._place[0], self.arena.put_number, value.now
             self._place[0] += 1
             self.lines.append(lambda row: put(row, place, give()))
-            known = self._fed[id(value)] = (value, self.arena.numbers[place])
+            known = self._uploaded[id(value)] = (value, self.arena.numbers[place])
         return known[1]
 
     @override
@@ -194,15 +193,15 @@ class Script(Tape):
 
     @override
     def effect(self, do: Callable[[], None]) -> None:
-        """Done while noting, too: what the host decides by it must come out as in the rehearsal."""
+        """Performed during capture too, because later decisions of the host depend on it."""
         self._expect("effect")
         do()
         self.lines.append(lambda row: do())
 
     @override
-    def island(self, work: Callable[[], T]) -> T:
-        """The segment before it ends, and another begins."""
-        self._expect("island")
+    def eager(self, work: Callable[[], T]) -> T:
+        """Close the segment, and open another after the work."""
+        self._expect("eager")
         self._close()
         result: T = map_tensors(torch.clone, next(self._results))
         held = tensors(result)
@@ -222,21 +221,21 @@ class Script(Tape):
         return Reading(len(self._readings) - 1)
 
     @override
-    def later(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Later:
-        self.laters.append(Later(make, arguments))
-        return self.laters[-1]
+    def defer(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Deferred:
+        self.deferred.append(Deferred(make, arguments))
+        return self.deferred[-1]
 
     @override
-    def told(self, make: Callable[[], Any]) -> Told:
-        self._expect("told")
-        self._told_count += 1
-        self.lines.append(lambda row: self._told.append(make()))
-        return Told(self._told_count - 1)
+    def host_value(self, make: Callable[[], Any]) -> HostValue:
+        self._expect("host_value")
+        self._host_value_count += 1
+        self.lines.append(lambda row: self._host_values.append(make()))
+        return HostValue(self._host_value_count - 1)
 
-    # -- repeating -------------------------------------------------------------------------------------------------------------
+    # -- replay ---------------------------------------------------------------------------------------------------------------
 
     def rehearsed(self, rehearsal: Rehearsal) -> None:
-        """The captured work of a step that was rehearsed, with the numbers of its host and what its islands gave."""
+        """Run the captured work with the host numbers and eager results of a rehearsal."""
         for places, result in zip(self._given, rehearsal.results, strict=True):
             for place, found in zip(places, tensors(result), strict=True):
                 place.copy_(found)
@@ -245,7 +244,7 @@ class Script(Tape):
             play(0)
 
     def _take_over(self, rehearsal: Rehearsal) -> None:
-        for place, value in enumerate(rehearsal.fed_numbers):
+        for place, value in enumerate(rehearsal.uploads):
             self.arena.put_number(0, place, value)
         start = 0
         for indices in rehearsal.indices:
@@ -253,22 +252,22 @@ class Script(Tape):
             start += indices.numel()
 
     def play(self, row: int) -> list[Any]:
-        """A whole step; what the host found out in the middle of it. Its numbers are on their way into a row."""
-        self._told = []
+        """Launch a whole step; returns what its host computed. Its readings are on their way into a row."""
+        self._host_values = []
         for line in self.lines:
             line(row)
         if self._values is not None:
             self._rows[row].copy_(self._values, non_blocking=True)
         for end in self._ends:
             end()
-        return self._told
+        return self._host_values
 
     def values(self, row: int) -> list[float]:
-        """Of the readings, once the device has done its work."""
+        """The readings in a row, once the device has finished."""
         found: list[float] = self._rows[row].tolist()
         return found
 
     def last_values(self) -> list[float]:
-        """Of the readings after the work that was done last."""
+        """The readings of the last step."""
         found: list[float] = [] if self._values is None else self._values.tolist()
         return found

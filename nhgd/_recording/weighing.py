@@ -229,7 +229,7 @@ class LaggedCross:
         self.along = problem.theta.unflatten(x)
         self.workers = workers
         self.steps = 0
-        self._waiting: list[tuple[Tensor, Tensor, tape.Aside]] = []
+        self._waiting: list[tuple[Tensor, Tensor, tape.Overlap]] = []
         self._total = [torch.zeros_like(leaf) for leaf in problem.v.leaves]
         self._theta = [torch.zeros_like(leaf) for leaf in problem.theta.leaves] if callable(problem.l2) else None
 
@@ -302,7 +302,7 @@ class CrossTap(Tap):
         self.recording = recording
         self.terms: Terms | None = None
         self.source: Source = "graph"
-        self.waiting: tuple[Tensor, Tensor, tape.Aside] | None = (
+        self.waiting: tuple[Tensor, Tensor, tape.Overlap] | None = (
             None  # weights and products, where the step is captured
         )
         self._before: list[Tensor] = []  # where the generators stood
@@ -335,7 +335,7 @@ class CrossTap(Tap):
         weighing, found, self.terms, self.waiting = self.weighing, self._seen, None, None
         if found is not None and self._weights is not None:
             read = [call.input for call in found.calls]
-            with tape.aside(*read, *found.scores, found.seeds, found.losses.values) as beside:
+            with tape.overlapped(*read, *found.scores, found.seeds, found.losses.values) as beside:
                 products = weighing.from_scores(found, along)
             if products is not None and waits:
                 self.waiting = (self._weights, products, beside)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 
-from nhgd._registry import GuestWarning, Registry, told
+from nhgd._registry import GuestWarning, Registry, described
 from nhgd.algorithm.aid import AID
 from nhgd.algorithm.alset import ALSET
 from nhgd.algorithm.amigo import AmIGO
@@ -47,7 +47,7 @@ def presets() -> dict[str, AbstractAlgorithm]:
         except Exception as error:
             warnings.warn(
                 f"The presets of {algorithm.__module__}.{algorithm.__name__} could not be made"
-                f" ({told(error)}). They are left out.",
+                f" ({described(error)}). They are left out.",
                 GuestWarning,
                 stacklevel=2,
             )

@@ -91,7 +91,7 @@ def implicit(
             if _vanished(len(x), *_lengths(outer.theta, x).tolist()):
                 stats = _with_residual(at, stats, outer.theta, x)
         else:
-            tape.later(_leave_if_vanished, len(x), *map(tape.reading, _lengths(outer.theta, x)))
+            tape.defer(_leave_if_vanished, len(x), *map(tape.reading, _lengths(outer.theta, x)))
 
     def looked_at(stats: SolveStats) -> SolveStats:
         stats = replace(stats, trouble=_trouble(inverse, stats, outer.theta.dtype))
@@ -101,7 +101,7 @@ def implicit(
             _warn(stats.trouble)
         return stats
 
-    return Hypergradient(at.problem.v.like(leaves), tape.reading(outer.value), tape.later(looked_at, stats), leaves, x)
+    return Hypergradient(at.problem.v.like(leaves), tape.reading(outer.value), tape.defer(looked_at, stats), leaves, x)
 
 
 def measured(at: Oracle, inverse: AbstractInverse, found: Hypergradient) -> Hypergradient:

@@ -70,7 +70,7 @@ class CG(Iterative):
         tol = max(self.tol, torch.finfo(u.dtype).eps ** 2)
         x, residual, notes = pcg("CG", lambda x: self._product(oracle, x), u, self.steps, tol, start)
         return x, SolveStats(
-            residual, oracle.calls.hvps - before, tape.later(lambda left: left <= tol, residual), notes
+            residual, oracle.calls.hvps - before, tape.defer(lambda left: left <= tol, residual), notes
         )
 
     def _product(self, oracle: Oracle, x: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class EKFAC(AbstractKronecker[EKFACState]):
         due = self.is_due(state.observed)
         wanted = [name for name in state.inputs if due or name not in bases]
         pool = pool_of(record)
-        renewed = tape.island(lambda: decompositions(state, wanted, pool)) if wanted else {}
+        renewed = tape.eager(lambda: decompositions(state, wanted, pool)) if wanted else {}
         for name, new in renewed.items():
             old = bases.get(name)
             bases[name] = new._asdict()

@@ -109,7 +109,7 @@ class KFAC(AbstractKronecker[KroneckerState]):
             return replace(state, bases={})  # those of a state that other settings have left are of other factors
         if self.is_due(state.observed):
             pool = pool_of(record)
-            return replace(state, bases=tape.island(lambda: self._bases(state, pool)))
+            return replace(state, bases=tape.eager(lambda: self._bases(state, pool)))
         if effort is None:
             return state
         return replace(state, bases=refreshed(state, effort.small))
@@ -130,7 +130,7 @@ class KFAC(AbstractKronecker[KroneckerState]):
     def _layer_solver(self, state: KroneckerState, layer: str, extra: float) -> Solver:
         if self.solver == "eigen":
             kept = state.bases.get(layer)
-            basis = tape.island(lambda: decomposed(state, layer)) if kept is None else Basis(**kept)
+            basis = tape.eager(lambda: decomposed(state, layer)) if kept is None else Basis(**kept)
             saves = self.effort is not None and not self.effort.in_full(state.observed)
             if kept is not None and saves and extra > 0:
                 basis = basis.rescaled(*state.factors(layer))

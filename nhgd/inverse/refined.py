@@ -93,7 +93,7 @@ class Refined(AbstractInverse):
         precondition = preconditioner(self.inverse, state, oracle)
         x, residual, notes = pcg("Refined", product, u, self.steps, self.tol, start, precondition)
         notes["inverse"] = self.inverse.name
-        converged = tape.later(lambda left: left <= self.tol, residual)
+        converged = tape.defer(lambda left: left <= self.tol, residual)
         return x, SolveStats(residual, oracle.calls.hvps - before, converged, notes)
 
     @override

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nhgd._budget import Budget, Priced, passes_paid, prices_of
+from nhgd._budget import Budget, Priced, affordable_passes, prices_of
 from nhgd._cost import Operation, Shape
 from nhgd._recording.recorder import Recorder
 from nhgd._tree import map_tensors, tensors
@@ -52,7 +52,7 @@ def calibrate(loop: Loop, steps: int | None = None) -> None:
             Objective(problem, batch).step()
         samples = common_length(batch) or problem.losses(batch).values.numel()
         shape = Shape.of(problem.theta, samples, places(problem, batch), problem.ridge_coefficients())
-        learner, roots = of_all_roots(learner, problem, batch, passes_paid(learner.overhead, count))
+        learner, roots = of_all_roots(learner, problem, batch, affordable_passes(learner.overhead, count))
         passes = further_passes(learner, problem, batch)
     if roots is not None:
         shape = replace(shape, outputs=roots)

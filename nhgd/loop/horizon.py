@@ -105,7 +105,7 @@ class Horizon:
         return cls(torch.zeros((), dtype=torch.float64, device=device), warm=warm, determined=determined)
 
     @property
-    def loops(self) -> float:
+    def horizon_loops(self) -> float:
         """m: how many inner loops a change of v has to be answered in; one where each begins anew."""
         if not self.warm:
             return 1.0
@@ -115,7 +115,7 @@ class Horizon:
 
     def damping(self, travelled: float, ridge: bool) -> float:
         """For an inner loop whose step sizes sum to `travelled`, of a problem with a ridge or without one."""
-        loops = min(self.loops, LONGEST[0 if ridge else 1])
+        loops = min(self.horizon_loops, LONGEST[0 if ridge else 1])
         return self.trust / (travelled * loops) if travelled > 0 else 0.0
 
     def observe(self, x: Tensor) -> None:
@@ -194,14 +194,14 @@ class Horizon:
             learnt = self._learnt(stacked.tolist(), persists, gradient is not None)
             outcome.update(zip(("a", "b", "notes"), learnt, strict=True))
 
-        tape.island(look)
+        tape.eager(look)
         if tape.tape() is None and not outcome["notes"]:
             return x, {}
         a = tape.on_device(tape.number(lambda: outcome["a"]))
         b = tape.on_device(tape.number(lambda: outcome["b"]))
         if persists:
             self.correction = b * z if self.correction is None else a * self.correction + b * z
-        return a * x + b * z, tape.told(lambda: outcome["notes"])
+        return a * x + b * z, tape.host_value(lambda: outcome["notes"])
 
     def _learnt(self, found: list[float], persists: bool, moved: bool) -> tuple[float, float, dict[str, Any]]:
         """a and b of the best a x + b z, and what is to be noted; nothing, where the numbers tell nothing."""
@@ -228,12 +228,12 @@ class Horizon:
         notes = {"residual": residual, "cosine": (xx + xz) / refined if refined > 0 else 0.0}
         return a, b, notes | ({"inner_distance": distance} if moved else {})
 
-    def course(self, step: int, inner_steps: int) -> tuple[Any, ...]:
+    def signature(self, step: int, inner_steps: int) -> tuple[Any, ...]:
         """What decides which work an outer step takes here, beside numbers."""
         known = self.scale == 1.0, self.correction is None, self.adjoint is None
         return (self.due(step, inner_steps) and (2 if self.persists else 1), *known)
 
-    def doubt(self, loss: float) -> str | None:
+    def warning_for(self, loss: float) -> str | None:
         """Why the hypergradient is not to be trusted, in a sentence with the remedy; None where nothing speaks against it."""
         self.steps += 1
         self.recent = loss if math.isnan(self.recent) else 0.9 * self.recent + 0.1 * loss

@@ -167,7 +167,7 @@ class Loop:
         if horizon is not None:
             ahead, ridge = horizon, at.ridge.positive
             if self.theta.asks_moments:
-                tape.island(lambda: None)  # until here all must have been done
+                tape.eager(lambda: None)  # until here all must have been done
             at.damp(tape.number(lambda: ahead.damping(self.theta.travelled(), ridge)))
         try:
             outer = at.outer()
@@ -191,15 +191,18 @@ class Loop:
             adjust = partial(self._adjusted, horizon, at, outer.theta, solver, notes)
         made = implicit(at, inverse, curvature, start, along, outer, self.complaints, adjust)
         notes = {
-            "residual": tape.later(lambda stats: stats.residual, made.stats),
-            "poor_solve": tape.later(lambda stats: stats.trouble is not None, made.stats),
+            "residual": tape.defer(lambda stats: stats.residual, made.stats),
+            "poor_solve": tape.defer(lambda stats: stats.trouble is not None, made.stats),
         } | notes
         if horizon is not None and made.adjoint is not None:
             ahead, damping = horizon, at.damping
-            notes |= {"damping": tape.told(lambda: tape.now(damping)), "horizon": tape.told(lambda: ahead.loops)}
+            notes |= {
+                "damping": tape.host_value(lambda: tape.now(damping)),
+                "horizon": tape.host_value(lambda: ahead.horizon_loops),
+            }
             horizon.observe(made.adjoint)
             tape.at_end(lambda: ahead.read(self.clock.k))
-            tape.later(lambda value: self.complaints.say(ahead.doubt(value)), made.value)
+            tape.defer(lambda value: self.complaints.say(ahead.warning_for(value)), made.value)
         return made, lag, notes
 
     def _adjusted(
@@ -395,7 +398,7 @@ class Loop:
             numbers.append(low.to(numbers[0]))
         clip = self.settings.outer_clip
         if tape.tape() is not None:
-            norm: float = tape.later(_checked, *map(tape.reading, numbers))
+            norm: float = tape.defer(_checked, *map(tape.reading, numbers))
             if clip is not None:
                 least = torch.full_like(numbers[0], clip)
                 shorter = torch.where(numbers[0] > clip, least / numbers[0], 1.0)

@@ -98,10 +98,10 @@ def masked(
     found, length = torch.where(sound, x, best.x), torch.where(sound, length, best.length)
     vanished = vanished & ~negative
     doubt = vanished if precondition is None else vanished | (negative & fresh & (taken == 1))
-    tape.later(_looked_at, owner, tape.reading(bad), tape.reading(doubt))
+    tape.defer(_looked_at, owner, tape.reading(bad), tape.reading(doubt))
     notes = {
-        "iterations": tape.later(int, tape.reading(taken)),
-        "negative_curvature": tape.later(bool, tape.reading(negative)),
+        "iterations": tape.defer(int, tape.reading(taken)),
+        "negative_curvature": tape.defer(bool, tape.reading(negative)),
     }
     return found, tape.reading(length / size), notes
 

@@ -175,7 +175,7 @@ def refreshed(state: KroneckerState, small: int) -> dict[str, dict[str, Tensor]]
 
     if all(factor.shape[1] > small for sides in factors.values() for factor in sides.values()):
         return state.bases
-    found = tape.island(renewed)
+    found = tape.eager(renewed)
     return {layer: kept | found[layer] for layer, kept in state.bases.items()}
 
 
@@ -187,7 +187,7 @@ def block_solver(owner: str, name: str, block: Tensor, extra: Tensor) -> Solver:
         if not (tape.tape() is not None or lowest > 0):
             check_invertible(owner, name, entries)
         return lambda b: b / entries
-    values, vectors = tape.island(lambda: eigenvalues(name, block + torch.diag(extra)))
+    values, vectors = tape.eager(lambda: eigenvalues(name, block + torch.diag(extra)))
     if not (tape.tape() is not None or lowest > 0):
         check_invertible(owner, name, values)
     values = values.clamp_min(lowest)  # below it is rounding

@@ -40,7 +40,7 @@ class Periodic(Learned[S]):
         """Every `factor_every`-th step, or as the effort says."""
         return step % self.factor_every == 0 if self.effort is None else self.effort.records(step)
 
-    def course(self, first: int, steps: int, observed: int) -> tuple[Any, ...]:
+    def signature(self, first: int, steps: int, observed: int) -> tuple[Any, ...]:
         """What decides which work some inner steps take here, after so many observations, beside numbers."""
         found: list[Any] = []
         for step in range(first, first + steps):

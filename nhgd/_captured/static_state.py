@@ -1,4 +1,4 @@
-"""What moves from step to step, at fixed places in memory: variables, optimisers, and the states of a method."""
+"""The state of a run at fixed memory addresses: variables, optimisers, and the states of a method."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nhgd.inverse.base import Learned
 
 
 class Place(NamedTuple):
-    """A leaf of a tree, and where it hangs."""
+    """A leaf of a tree, and its container."""
 
     path: str
     owner: Any
@@ -25,7 +25,7 @@ class Place(NamedTuple):
     value: Any
 
     def put(self, value: Any) -> None:
-        """Hang another there."""
+        """Replace the leaf."""
         if is_dataclass(self.owner):
             object.__setattr__(self.owner, self.key, value)
         else:
@@ -47,12 +47,8 @@ def places(tree: Any, path: str = "", owner: Any = None, key: Any = None) -> Ite
         yield Place(path, owner, key, tree)
 
 
-class Held:
-    """The states of a run, whose tensors stay where they are while their values move.
-
-    Args:
-        progress: of the run, whose states are taken over.
-    """
+class StaticState:
+    """The states of a run, whose tensors keep their addresses while their values change."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -60,10 +56,10 @@ class Held:
         self._slots: dict[str, Tensor] = {}
         self._floats: set[str] = set()
         self._point: list[Tensor] = []
-        self.take()
+        self.allocate()
 
-    def take(self) -> None:
-        """Give every tensor of the states a place of its own; numbers that an inverse has learnt become tensors."""
+    def allocate(self) -> None:
+        """Give every tensor of the states memory of its own; numbers that an inverse has learnt become tensors."""
         progress, executor = self._progress, self._loop.executor
         progress.state = map_tensors(torch.clone, progress.state)
         if self._learner is not None:
@@ -75,14 +71,14 @@ class Held:
         self._slots = {p.path: p.value for p in self._places() if isinstance(p.value, Tensor)}
 
     def release(self) -> None:
-        """Numbers are numbers again, for a checkpoint or for steps that are not captured."""
+        """Turn the numbers of an inverse back into floats, for a checkpoint or an eager step."""
         if self._learner is not None:
             for place in places(self._loop.executor.keep()):
                 if place.path in self._floats and isinstance(place.value, Tensor):
                     place.put(float(place.value))
 
-    def retake(self) -> bool:
-        """Go on after `release`; False where the states are others by now."""
+    def reattach(self) -> bool:
+        """Undo `release`; False if the states were replaced meanwhile."""
         for place in list(self._places()):
             slot = self._slots.get(place.path)
             if slot is not None and type(place.value) is float:
@@ -103,11 +99,11 @@ class Held:
         for name, tree in self._trees():
             yield from places(tree, name)
 
-    def settle(self, hang: bool = True) -> bool:
-        """Bring the states, as a step has left them, back to their places. False where they have another form now.
+    def settle(self, rebind: bool = True) -> bool:
+        """Copy the states that a step has left back to their fixed addresses. False if their form has changed.
 
-        hang: the states hold these places from now on. Otherwise values are copied there, and the states stay as they are, to
-        which islands of a captured step may refer.
+        rebind: let the states hold those tensors. Without it they stay as they are, because eager sections of a captured step
+        may refer to them.
         """
         found = [p for p in self._places() if isinstance(p.value, Tensor)]
         if {p.path: (p.value.shape, p.value.dtype) for p in found} != {
@@ -121,28 +117,28 @@ class Held:
         with torch.no_grad():
             for place, tensor in apart:
                 self._slots[place.path].copy_(tensor)
-        if hang:
+        if rebind:
             for place, _ in apart:
                 place.put(self._slots[place.path])
         return True
 
     def counters(self) -> dict[str, Any]:
-        """Whole numbers and other leaves of the states that are no tensors."""
+        """Integers and other leaves of the states that are not tensors."""
         return {p.path: p.value for p in self._places() if not isinstance(p.value, Tensor)}
 
     def owners(self) -> dict[str, int]:
-        """Who holds them."""
+        """The container of each leaf, by its id."""
         return {p.path: id(p.owner) for p in self._places()}
 
     def count(self, steps: dict[str, int]) -> None:
-        """Add to whole numbers."""
+        """Increase integers of the states."""
         if steps:
             for place in list(self._places()):
                 if place.path in steps:
                     place.put(place.value + steps[place.path])
 
     def tensors(self) -> list[Tensor]:
-        """All that a step moves."""
+        """Everything a step changes."""
         return [*self.point(), *self._moments(), *self._slots.values()]
 
     def point(self) -> list[Tensor]:
@@ -153,8 +149,8 @@ class Held:
             self._point += [b for variable in variables for b in variable.named_buffers().values()]
         return self._point
 
-    def stands(self) -> bool:
-        """Whether theta and v are still where they were."""
+    def in_place(self) -> bool:
+        """Whether theta and v still have their addresses."""
         leaves = [leaf for variable in (self._loop.problem.theta, self._loop.problem.v) for leaf in variable.leaves]
         return all(a.data_ptr() == b.data_ptr() for a, b in zip(leaves, self.point(), strict=False))
 
@@ -163,8 +159,8 @@ class Held:
         states = [state for mover in movers for state in mover.optimizer.state.values()]
         return [t for state in states for t in state.values() if isinstance(t, Tensor)]
 
-    def host(self) -> Callable[[], None]:
-        """What the host keeps, as it is now; what is returned puts it back."""
+    def snapshot_host(self) -> Callable[[], None]:
+        """Note what the host keeps; the function that is returned restores it."""
         progress, loop = self._progress, self._loop
         recording, executor = loop._recording, loop.executor
         objects = [loop.clock, loop.calls, loop.theta, loop.v, loop.inner, loop.outer, executor.traffic]

@@ -1,4 +1,4 @@
-"""Whether the functions of a problem draw random numbers, which captured work could not."""
+"""Whether the functions of a problem draw random numbers, which captured work cannot do."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from nhgd._randomness import standing
 from nhgd.problem import Bilevel
 
 
-class Draws:
-    """Inside, calls of inner() and outer() are watched.
+class RandomDraws:
+    """A context in which calls of inner() and outer() are watched.
 
     Attributes:
-        seen: who drew, in a sentence; None while nobody was seen to.
+        seen: which function drew, as a clause; None if neither did.
     """
 
     def __init__(self, problem: Bilevel) -> None:
@@ -21,7 +21,7 @@ class Draws:
         self._inner, self._outer = problem.inner, problem.outer
         self.seen: str | None = None
 
-    def __enter__(self) -> Draws:
+    def __enter__(self) -> RandomDraws:
         self._problem.inner = self._watched(self._inner, "inner()")
         self._problem.outer = self._watched(self._outer, "outer()")
         return self

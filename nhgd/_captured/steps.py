@@ -1,0 +1,61 @@
+"""A captured step, one that was replayed, and what an outer step gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nhgd._captured.script import Script
+from nhgd._solution import Row
+
+
+@dataclass
+class CapturedStep:
+    """A captured step.
+
+    Attributes:
+        script: the step.
+        calls: how many derivatives it takes, by the name of their counter.
+        counters: how much each integer of the states grows.
+        comparisons: how often its result was compared with that of an eager step.
+        exact: whether the results were equal in every bit.
+        since: replays since the last comparison.
+    """
+
+    script: Script
+    calls: dict[str, int]
+    counters: dict[str, int]
+    comparisons: int = 0
+    exact: bool = True
+    since: int = 0
+
+
+@dataclass
+class PendingStep:
+    """A step that was launched, whose numbers have not been read yet."""
+
+    graph: CapturedStep
+    row: int
+    step: int
+    calls: dict[str, int]
+    host_values: list[Any]
+    done: Any = None  # event
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """An outer step: its row of the history, and the distance v moved where that is known, 0-dimensional."""
+
+    row: Row
+    stride: Tensor | None = None
+
+
+def strides_of(taken: Sequence[StepResult]) -> list[float | None]:
+    """The distance v moved in each step, in one transfer."""
+    known = [step.stride for step in taken if step.stride is not None]
+    found = iter(torch.stack(known).tolist() if known else [])
+    return [None if step.stride is None else next(found) for step in taken]
