@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from nhgd._cost import Operation, Shape, kronecker, windowed, work
+from nhgd._cost import Operation, kronecker, windowed, work
+from nhgd._shape import Shape
 from nhgd.inverse._learned.effort import Effort
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.layer_ridge import ITERATIONS

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from nhgd._cost import Operation, Shape, Work, work
+from nhgd._cost import Operation, Work, work
 from nhgd._memory import synchronise
+from nhgd._shape import Shape
 from nhgd._threads import on_suited_threads
 from nhgd._validation import validated
 from nhgd.data.batch import Batch, common_length, move

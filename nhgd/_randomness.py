@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def generators(device: torch.device) -> dict[str, Any]:
-    """Where the global generators of torch (CPU and a CUDA device), NumPy and Python stand: tensors and numbers by name."""
+    """The states of the global generators of torch (CPU and a CUDA device), NumPy and Python: tensors and numbers by name."""
     numpy: Any = np.random.get_state()  # noqa: NPY002
     version, python, gauss = random.getstate()
     return {
@@ -27,7 +27,7 @@ def generators(device: torch.device) -> dict[str, Any]:
 
 
 def set_generators(state: dict[str, Any], device: torch.device) -> None:
-    """Put the global generators where `generators` found them."""
+    """Restore states that `generators` returned."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and isinstance(state["cuda"], Tensor):
         torch.cuda.set_rng_state(state["cuda"].cpu(), device)
@@ -38,7 +38,7 @@ def set_generators(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def unmoved(device: torch.device) -> Iterator[None]:
-    """Afterwards the global generators stand where they stood: for work that a run which goes on later does again."""
+    """A context that restores the global generators, for work that a resumed run does again."""
     before = generators(device)
     try:
         yield
@@ -47,20 +47,33 @@ def unmoved(device: torch.device) -> Iterator[None]:
 
 
 def states(device: torch.device) -> list[Tensor]:
-    """Where torch's global generators stand, of the CPU and of a CUDA device: quick to take, as `generators` is not."""
+    """The states of torch's global generators, of the CPU and of a CUDA device; faster than `generators`."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 
 def set_states(found: list[Tensor], device: torch.device) -> None:
-    """Put torch's generators where `states` found them."""
+    """Restore states that `states` returned."""
     torch.set_rng_state(found[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(found[1], device)
 
 
-def standing(device: torch.device) -> tuple[bytes, ...]:
-    """A mark of where torch's global generators stand: whoever draws from one of them changes it."""
+def state_bytes(device: torch.device) -> tuple[bytes, ...]:
+    """The states of torch's global generators as bytes, which any draw changes."""
     return tuple(state.numpy().tobytes() for state in states(device))
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """A context in which torch draws from a seed, on the CPU and on one device; the generators are restored after it."""
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if cuda else [], device_type="cuda"):
+        # torch.manual_seed would reseed every device, also those whose state was not kept.
+        torch.default_generator.manual_seed(seed)
+        if cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
 
 
 class Randomness:
@@ -96,7 +109,7 @@ class Randomness:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Draw from the run's generators inside."""
+        """A context in which all draws come from the run's generators."""
         caller = self._get()
         self._set(self._states)
         try:
@@ -106,11 +119,11 @@ class Randomness:
             self._set(caller)
 
     def state(self) -> dict[str, Any]:
-        """Where the run's generators stand, as `generators` tells it."""
+        """The states of the run's generators, as from `generators`."""
         with self.scope():
             return generators(self._device)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Put the run's generators where they stood."""
+        """Restore the run's generators."""
         with self.scope():
             set_generators(state, self._device)

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from nhgd import _tape as tape
 from nhgd._autocast import as_given
+from nhgd._kernels import twice_differentiable_kernels
+from nhgd._randomness import seeded
 from nhgd._validation import shown, validated_but
 from nhgd.data.batch import Batch, common_length, first_bad, lengths
 from nhgd.errors import InputError
@@ -234,20 +236,9 @@ class Bilevel:
             if not live:
                 stack.enter_context(self.theta.undisturbed())
                 stack.enter_context(self.v.undisturbed())
-            if seed is not None and tape.tape() is None:  # steps that are captured draw nothing
-                device = self.theta.device
-                stack.enter_context(
-                    torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], device_type="cuda")
-                )
-                # torch.manual_seed would reseed every device, also those whose state was not kept.
-                torch.default_generator.manual_seed(seed)
-                if device.type == "cuda":
-                    with torch.cuda.device(device):
-                        torch.cuda.manual_seed(seed)
-            stack.enter_context(uncompiled())
-            if self.theta.recurrent or self.v.recurrent:
-                stack.enter_context(_without_cudnn())
-            stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+            if seed is not None and tape.tape() is None:  # captured steps draw no random numbers
+                stack.enter_context(seeded(seed, self.theta.device))
+            stack.enter_context(twice_differentiable_kernels(self.theta.recurrent or self.v.recurrent))
             yield
 
     def refuse_inference(self) -> None:
@@ -364,27 +355,6 @@ class Bilevel:
                     f"l2(v) is {low:.3g} for {name!r}; a ridge must be at least 0. Pass it through exp() or softplus(), or"
                     " keep v above 0 with project_v=(0, 1)."
                 )
-
-
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Run compiled modules as plain Python inside. Free unless something was compiled."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@contextmanager
-def _without_cudnn() -> Iterator[None]:
-    """Keep recurrent layers off cuDNN, whose kernels have no second derivative."""
-    before = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = before
 
 
 def _gradients(value: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import nhgd
 from nhgd._budget import BRIEF_RECORD, PRICES, Budget, Priced
-from nhgd._cost import Layer, Shape
 from nhgd._recording.recorder import Recorder
 from nhgd._recording.sampling import Sampling
+from nhgd._shape import Layer, Shape
 from nhgd.algorithm import NHGD
 from nhgd.data_parallel.shard import Shard
 from nhgd.inverse import EKFAC, KFAC, FisherDiagonal

@@ -166,8 +166,8 @@ def test_probabilities_may_be_handed_in():
     for bad, message in (
         (p[:, :9], "a column for each class"),
         (p[:5], "a row for each sample"),
-        (2 * p, "whose sum is 1"),
-        (np.full_like(p, np.nan), "whose sum is 1"),
+        (2 * p, "sum to 1"),
+        (np.full_like(p, np.nan), "sum to 1"),
         ("x", "array of numbers"),
     ):
         with pytest.raises(InputError, match=message):

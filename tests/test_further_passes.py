@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import nhgd
 from nhgd._budget import BRIEF, PRICES, Budget, affordable_passes
-from nhgd._cost import Layer, Shape, windowed
+from nhgd._cost import windowed
 from nhgd._recording.recorder import Recorder
+from nhgd._shape import Layer, Shape
 from nhgd.algorithm import AID, NHGD
 from nhgd.inverse import EKFAC, KFAC, FisherDiagonal, FisherWindow
 from nhgd.inverse._learned.effort import Effort

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import nhgd
 from nhgd._budget import FEW_ITERATIONS, PRICES, Budget
-from nhgd._cost import Layer, Shape, unevenness, work
+from nhgd._cost import work
+from nhgd._shape import Layer, Shape, unevenness
 from nhgd._tree import map_tensors
 from nhgd.inverse import EKFAC, KFAC
 from nhgd.inverse._learned import layer_ridge

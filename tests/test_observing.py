@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import nhgd
 from nhgd.execution import Inline
 from nhgd.inverse import KFAC, FisherDense, FisherWindow
+from nhgd.loop.hypergradient import hypergradient
 from nhgd.loop.loop import Loop
 from nhgd.loop.settings import LoopSettings
 from tests import oracles
@@ -105,7 +106,7 @@ def test_a_loop_of_ones_own_learns_what_a_solver_learns(inverse: Any, optimizer:
     torch.manual_seed(8)
     loop.begin()
     losses = [float(loop.inner_step()) for _ in range(6)]
-    expected, *_ = loop.implicit([batches[2]])
+    expected, *_ = hypergradient(loop, [batches[2]])
 
     steps = optimizer(problem.theta.given.parameters(), lr=0.05)  # type: ignore[union-attr]
     torch.manual_seed(8)

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import nhgd
-from nhgd._cost import Operation, Shape, Work, work
+from nhgd._cost import Operation, Work, work
 from nhgd._recording.recorder import Recorder
+from nhgd._shape import Shape
 from nhgd.inverse import resolve
 from nhgd.inverse._learned.learning import learn
 from nhgd.oracle import Oracle

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nhgd._randomness import standing
+from nhgd._randomness import state_bytes
 from nhgd.problem import Bilevel
 
 
@@ -33,9 +33,9 @@ class RandomDraws:
         device = self._problem.theta.device
 
         def call(*arguments: Any) -> Any:
-            before = standing(device)
+            before = state_bytes(device)
             found = function(*arguments)
-            if standing(device) != before:
+            if state_bytes(device) != before:
                 self.seen = f"{name} draws random numbers, such as those of dropout"
             return found
 

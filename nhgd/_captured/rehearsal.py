@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nhgd._randomness import standing
+from nhgd._randomness import state_bytes
 from nhgd._tape import BatchSource, Deferred, HostValue, NotRepeatable, Number, Overlap, Reading, Tape
 from nhgd._tree import map_tensors
 
@@ -43,18 +43,18 @@ class Rehearsal(Tape):
             tuple[int, BatchSource]
         ] = []  # batches drawn before any eager section, by the number of their index
         self._uploaded: dict[int, tuple[Number, Tensor]] = {}
-        self._standing = standing(device)
+        self._standing = state_bytes(device)
 
     def _made(self, make: Callable[[], T]) -> T:
         """Call a function of the host, which alone may draw random numbers."""
         self.check_draws()
         found = make()
-        self._standing = standing(self.device)
+        self._standing = state_bytes(self.device)
         return found
 
     def check_draws(self) -> None:
         """Refuse a step whose work on the device draws random numbers."""
-        if standing(self.device) != self._standing:
+        if state_bytes(self.device) != self._standing:
             raise NotRepeatable("a step draws random numbers, such as those of dropout")
 
     @override

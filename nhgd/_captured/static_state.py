@@ -165,7 +165,7 @@ class StaticState:
         recording, executor = loop._recording, loop.executor
         objects = [loop.clock, loop.calls, loop.theta, loop.v, loop.inner, loop.outer, executor.traffic]
         if recording is not None:
-            objects += [recording, recording.verification]
+            objects += [recording, recording.verification, recording.roots]
         kept = [(o, dict(vars(o))) for o in objects]
         walks = [(stream, copy.copy(stream._walk)) for stream in (loop.inner, loop.outer)]
         trees = [(p.owner, p.key, p.value) for p in self._places() if p.owner is not None]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nhgd._randomness import set_states, standing, states, unmoved
+from nhgd._randomness import set_states, state_bytes, states, unmoved
 from nhgd._tree import map_tensors, named_tensors
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
@@ -97,9 +97,9 @@ class OneSampleGradients:
         This is asked at a theta nearby: where losses vanish, as at a perfect fit, there would be nothing to see but rounding.
         """
         samples, theta = _samples(batch), self.problem.theta
-        before = standing(theta.device)
+        before = state_bytes(theta.device)
         together = self.problem.losses(batch).values
-        if standing(theta.device) != before:
+        if state_bytes(theta.device) != before:
             return None  # dropout and the like: two passes differ anyway
         size = float(together.abs().max())
         rounding = 1e3 * max(torch.finfo(leaf.dtype).eps for leaf in theta.leaves)

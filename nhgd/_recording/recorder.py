@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nhgd import _tape as tape
 from nhgd._recording.accounting import Call, LayerCall, Scores
+from nhgd._recording.fisher_roots import FisherRoots
 from nhgd._recording.normalisation import NormCall, signs, summed_rows
 from nhgd._recording.per_sample import OneSampleGradients
 from nhgd._recording.sampling import Sampling
@@ -19,7 +19,6 @@ from nhgd._recording.taps import TappedPass, Taps, scale_of
 from nhgd._recording.verification import Verification
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
-from nhgd.likelihood import AbstractLikelihood
 from nhgd.losses import Losses
 from nhgd.objective import Objective, OracleCalls, Pass, Tap
 from nhgd.problem import Bilevel
@@ -72,30 +71,15 @@ class Recorder(Tap):
     ) -> None:
         self.problem = problem
         self.kind = kind
-        self.fisher: FisherKind = fisher
-        if fisher == "auto":
-            self.fisher = "empirical" if problem.likelihood is None or kind in ("batch", "raw") else "sampled"
-        self._drawn = 0  # how many records had signs drawn for them
-        self._optional = (
-            fisher == "auto"
-        )  # whether the empirical Fisher matrix will do where the other is not to be had
+        self.roots = FisherRoots(fisher, problem.likelihood, kind)
         self.couples = couples or kind == "sample"
-        self.likelihood = None if self.fisher == "empirical" else problem.likelihood
-        if self.fisher != "empirical":
-            if kind in ("batch", "raw"):
-                raise InputError(f"The {fisher} Fisher matrix needs per-sample records, not the gradient of a batch.")
-            if problem.likelihood is None:
-                raise InputError(
-                    f"fisher='{fisher}' needs to know what the outputs mean: pass likelihood='categorical', 'bernoulli' or"
-                    " 'gaussian' to Bilevel, and return nhgd.Losses(values, outputs=...) from inner()."
-                )
         self.calls = OracleCalls() if calls is None else calls
         per_sample = kind in ("layer", "sample")
         self.batch_objective = False
         self.taps = Taps(
             problem,
             per_sample,
-            self.likelihood is not None,
+            self.roots.likelihood is not None,
             per_sample and self.couples,
             per_sample and not self.couples,
         )
@@ -106,16 +90,14 @@ class Recorder(Tap):
     def memory(self) -> dict[str, Any]:
         """What was found out about the model that later records depend on, as plain values."""
         found = {"slow": self._others.slow, "noisy": self._others.noisy, "batch_objective": self.batch_objective}
-        return self.verification.memory() | found | {"empirical": self.likelihood is None, "drawn": self._drawn}
+        return self.verification.memory() | found | self.roots.memory()
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Go on as the recorder that had this memory."""
         self.verification.recall(memory)
         self._others.slow, self._others.noisy = bool(memory["slow"]), bool(memory["noisy"])
         self.batch_objective = bool(memory["batch_objective"])
-        self._drawn = int(memory["drawn"])
-        if memory["empirical"] and self._optional:
-            self._make_do()
+        self.roots.recall(memory)
 
     def step(self, batch: Batch) -> InnerStep:
         """The inner gradient on a batch, at the problem's current theta and v, with its record."""
@@ -178,8 +160,8 @@ class Recorder(Tap):
 
     def _needs_graph(self, found: TappedPass) -> bool:
         """Whether the graph is needed after the gradient: for the roots of a likelihood, or for rows of this very pass."""
-        if self.likelihood is not None or not (self.taps.layers and (self.couples or found.batch_objective)):
-            return self.likelihood is not None
+        if self.roots.likelihood is not None or not (self.taps.layers and (self.couples or found.batch_objective)):
+            return self.roots.likelihood is not None
         others, open_to_doubt = self._others, found.elsewhere | self.verification.unaccounted
         plain = {name for call in found.calls if call.is_plain for name in (call.weight, call.bias)} - open_to_doubt
         plain |= found.normalised
@@ -202,7 +184,7 @@ class Recorder(Tap):
 
     def _takes_roots(self, found: TappedPass) -> bool:
         """Whether no scores but those of a likelihood's roots are of use, if it is that of the losses."""
-        return self.likelihood is not None and all(call.is_plain for call in found.calls)
+        return self.roots.likelihood is not None and all(call.is_plain for call in found.calls)
 
     def _hold_constant(self, found: TappedPass, constant: Tensor, keep: bool) -> None:
         """Scores, and the gradient they are a part of, of the mean loss with constant weights."""
@@ -257,11 +239,10 @@ class Recorder(Tap):
 
     def of_layers(self, seen: Sequence[tuple[LayerCall | NormCall, Tensor]]) -> InnerRecord:
         """The record of a loss of which nothing is known but the layers it came through; taken for a mean over samples."""
-        if self._optional:
-            self._make_do()
-        if self.fisher != "empirical":
+        self.roots.fall_back()
+        if self.roots.likelihood is not None:
             raise InputError(
-                f"fisher='{self.fisher}' needs the model's outputs, which a bare backward pass does not tell. Take the loss from"
+                f"fisher='{self.roots.fisher}' needs the model's outputs, which a bare backward pass does not tell. Take the loss from"
                 " inner(batch), or give observe() the losses of the samples with their outputs."
             )
         self.verification.begin()
@@ -295,20 +276,20 @@ class Recorder(Tap):
     def _columns(self, found: TappedPass, reduction: Reduction | None) -> tuple[Tensor | None, list[Scores]]:
         """The roots of the likelihood in output space, (K, B, ...), or None; and the scores of each, or of the losses."""
         losses = found.losses
-        if self._optional and losses.outputs is None:
-            self._make_do()
-        if self.likelihood is None:
+        if losses.outputs is None:
+            self.roots.fall_back()
+        likelihood = self.roots.likelihood
+        if likelihood is None:
             return None, [found.scores]
         with torch.enable_grad():
-            outputs = losses.outputs_for(f"fisher='{self.fisher}'")
+            outputs = losses.outputs_for(f"fisher='{self.roots.fisher}'")
             try:
-                self.verification.check_likelihood(self.likelihood, outputs, losses)
+                self.verification.check_likelihood(likelihood, outputs, losses)
             except InputError:
-                if not self._optional:
+                if not self.roots.fall_back():
                     raise
-                self._make_do()
                 return None, [found.scores]
-            seeds = self._seeds(self.likelihood, outputs, losses.values, reduction).detach().to(outputs.dtype)
+            seeds = self.roots.of(outputs, losses.values, reduction).detach().to(outputs.dtype)
             if not found.edges:
                 return seeds, [found.scores]
             found.passes += len(seeds)
@@ -338,32 +319,6 @@ class Recorder(Tap):
             split = self._others.from_graph(found.losses, rest, seeds)
             rows |= dict(zip(rest, split.split([self.taps.shapes[name].numel() for name in rest], dim=1), strict=True))
         return torch.cat([rows[name] for name in names], dim=1)
-
-    def _seeds(
-        self, likelihood: AbstractLikelihood, outputs: Tensor, losses: Tensor, reduction: Reduction | None
-    ) -> Tensor:
-        """The roots, or random ones with their second moment. Those taken by default draw nothing from the run."""
-        if not self._optional:
-            return (likelihood.sample if self.fisher == "sampled" else likelihood.roots)(outputs, losses)
-        here = len(losses)
-        total = here if reduction is None else reduction.total(here)
-        generator = torch.Generator()
-
-        def draw(roots: int) -> Tensor:
-            generator.manual_seed(self._drawn)
-            self._drawn += 1
-            return 2 * torch.randint(2, (total, roots), generator=generator) - 1
-
-        def signs(roots: int) -> Tensor:
-            drawn = tape.index(lambda: draw(roots))
-            before = 0 if reduction is None else reduction.chosen(torch.arange(total))[1]
-            return drawn[before : before + here].T
-
-        return likelihood.signed(outputs, losses, signs)
-
-    def _make_do(self) -> None:
-        """Take the empirical Fisher matrix from now on."""
-        self.fisher, self.likelihood = "empirical", None
 
     def _other_rows(self, batch: Batch, found: TappedPass, names: tuple[str, ...], seeds: Tensor | None) -> Tensor:
         """Rows of parameters that no layer accounts for."""

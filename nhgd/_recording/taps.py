@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from nhgd._randomness import standing
+from nhgd._kernels import uncompiled
+from nhgd._randomness import state_bytes
 from nhgd._recording.accounting import Call, LayerCall, Scores, elsewhere, held, walked
 from nhgd._recording.normalisation import NormCall, normalises_by_batch
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.losses import Losses
 from nhgd.objective import Pass
-from nhgd.problem import Bilevel, uncompiled
+from nhgd.problem import Bilevel
 from nhgd.record import Convolution, LayerRecord
 
 
@@ -92,7 +93,7 @@ class Taps:
         v: Sequence[Tensor] | None = [leaf if in_v else leaf.detach() for leaf in problem.v.leaves]
         if problem.v.root is not None:
             v = problem.v.leaves if self.layers else None
-        before = standing(theta.device) if self.draws else None
+        before = state_bytes(theta.device) if self.draws else None
         with self.noting() as noted:
             # Given the leaves, a compiled module is seen uncompiled: it would not know of the hook.
             losses = problem.losses(batch, theta.leaves if self.layers else None, v)
@@ -100,7 +101,7 @@ class Taps:
             raise InputError(
                 "Recording curvature needs per-sample losses, but inner() returned a scalar. Return losses of shape (B,)."
             )
-        return self.seen(losses, noted, drawn=before is not None and before != standing(theta.device))
+        return self.seen(losses, noted, drawn=before is not None and before != state_bytes(theta.device))
 
     def seen(self, losses: Losses, noted: Sequence[Call | NormCall], drawn: bool) -> TappedPass:
         """Losses with the calls that led to them, in their order, and what their graph tells."""

@@ -15,6 +15,7 @@ from nhgd.errors import InputError
 from nhgd.inverse import CG, AbstractInverse, Identity
 from nhgd.loop.calibration import calibrate
 from nhgd.loop.horizon import Horizon
+from nhgd.loop.hypergradient import hypergradient
 from nhgd.loop.loop import Loop, StepInfo
 
 
@@ -86,7 +87,7 @@ class AID(AbstractAlgorithm):
             loop.problem.theta.assign(state.theta)
         losses = [loop.inner_step() for _ in range(loop.settings.inner_steps)]
         start = state.adjoint if self.warm_solve else None
-        found, lag, notes = loop.implicit(loop.inner_batches(self.batches), start, horizon=state.horizon)
+        found, lag, notes = hypergradient(loop, loop.inner_batches(self.batches), start, horizon=state.horizon)
         norm = loop.move_v(found.leaves)
         info = StepInfo(found.value, tape.reading(torch.stack(losses).mean()), norm, lag, notes)
         return AIDState(state.theta, found.adjoint, state.horizon), info

@@ -21,6 +21,7 @@ from nhgd.inverse import AbstractInverse, FisherDense, FisherWindow, Learned
 from nhgd.inverse._learned.automatic import completed
 from nhgd.loop.calibration import calibrate
 from nhgd.loop.horizon import Horizon
+from nhgd.loop.hypergradient import hypergradient
 from nhgd.loop.levenberg_marquardt import LevenbergMarquardt
 from nhgd.loop.loop import Loop, Product, StepInfo
 from nhgd.objective import Objective
@@ -213,7 +214,7 @@ class NHGD(AbstractAlgorithm):
 
         # Products of the solve leave the graph of a gradient behind, from which a cross derivative is cheaper than a pass.
         own = way != "final" or (plain and isinstance(inverse, Learned))
-        found, lag, noted = loop.implicit(batches, state.adjoint, cross if own else None, state.horizon)
+        found, lag, noted = hypergradient(loop, batches, state.adjoint, cross if own else None, state.horizon)
         norm = loop.move_v(found.leaves)
         notes = {"inverse": inverse.name} | noted
         if state.marquardt is not None:

@@ -16,6 +16,7 @@ from nhgd.inverse import AbstractInverse, FisherDense
 from nhgd.inverse._learned.automatic import completed
 from nhgd.loop.calibration import calibrate
 from nhgd.loop.horizon import Horizon
+from nhgd.loop.hypergradient import hypergradient
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.problem import Bilevel
 
@@ -98,7 +99,7 @@ class NHGDSingle(AbstractAlgorithm):
     @override
     def step(self, loop: Loop, state: NHGDSingleState) -> tuple[NHGDSingleState, StepInfo]:
         loss = loop.inner_step()
-        found, lag, noted = loop.implicit(loop.inner_batches(self.batches), state.adjoint, horizon=state.horizon)
+        found, lag, noted = hypergradient(loop, loop.inner_batches(self.batches), state.adjoint, horizon=state.horizon)
         norm = loop.move_v(found.leaves)
         notes = {"inverse": "none" if loop.inverse is None else loop.inverse.name} | noted
         return NHGDSingleState(found.adjoint, state.horizon), StepInfo(found.value, float(loss), norm, lag, notes)

@@ -13,7 +13,8 @@ from typing_extensions import override
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.algorithm.soba import adjoint_rate, check_rate
 from nhgd.data.batch import Batch, move, sizes
-from nhgd.data.loader import Data, Stream
+from nhgd.data.loader import Data
+from nhgd.data.stream import Stream
 from nhgd.errors import InputError
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.oracle import Oracle

@@ -14,7 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from nhgd._randomness import Randomness
 from nhgd._tree import tensors
 from nhgd.data.batch import Batch
-from nhgd.data.loader import Stream
+from nhgd.data.stream import Stream
 from nhgd.data_parallel.collectives import AbstractTeam, Team
 from nhgd.data_parallel.objective import DividedObjective, DividedOuterObjective
 from nhgd.data_parallel.shard import Shard, adopted, divided

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from nhgd._budget import Budget, Priced, affordable_passes, prices_of
-from nhgd._cost import Operation, Shape
+from nhgd._cost import Operation
 from nhgd._recording.recorder import Recorder
+from nhgd._shape import Shape
 from nhgd._tree import map_tensors, tensors
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError, NhgdError

@@ -22,14 +22,14 @@ from nhgd._recording.recorder import Recorder
 from nhgd._recording.weighing import LaggedCross, Weighing
 from nhgd._tree import map_tensors
 from nhgd.data.batch import Batch, move
-from nhgd.data.loader import Data, Stream
+from nhgd.data.loader import Data
+from nhgd.data.stream import Stream
 from nhgd.data_parallel import Division
-from nhgd.errors import InputError, NhgdError, NonFiniteError, RunError
+from nhgd.errors import InputError, NonFiniteError
 from nhgd.execution.base import AbstractExecutor, SupportsOverlap
-from nhgd.hypergradients.base import Hypergradient
-from nhgd.hypergradients.implicit import Complaints, implicit
+from nhgd.hypergradients.implicit import Complaints
 from nhgd.inverse.base import AbstractInverse
-from nhgd.inverse.capabilities import couples, follows_horizon, needs_record, preconditioner, sampling
+from nhgd.inverse.capabilities import couples, needs_record, sampling
 from nhgd.loop.horizon import Horizon
 from nhgd.loop.mover import Mover
 from nhgd.loop.projection import project
@@ -42,7 +42,7 @@ from nhgd.record import InnerStep
 from nhgd.schedule import Clock
 
 MOST_BATCHES = 1_000_000  # at one point
-RECENT = 64
+RECENT = 64  # batches
 Product: TypeAlias = Callable[[Tensor], list[Tensor]]  # of the transposed cross derivative with a vector (D,)
 
 
@@ -90,7 +90,7 @@ class Loop:
         # A loader of the user's own may fill one buffer again and again, while records of the steps before share it, or they are passed over again.
         self._refills = not isinstance(inner_data, (Data, list, tuple))
         self.recent: deque[Batch] = deque(maxlen=RECENT)  # this outer step's last inner batches, for diagnosis
-        self._gradient: Sequence[Tensor] | None = None  # of the last inner step
+        self.last_gradient: Sequence[Tensor] | None = None  # of the last inner step
         self.use(inverse)
 
     @property
@@ -145,83 +145,6 @@ class Loop:
         """How far ahead the hypergradients of this run answer, before the first outer step."""
         values, theta = self.outer.values, self.problem.theta
         return Horizon.start(theta.device, warm, values is None or values >= self.problem.v.numel)
-
-    def implicit(
-        self,
-        batches: Sequence[Batch],
-        start: Tensor | None = None,
-        cross: Callable[[Oracle], Product] | None = None,
-        horizon: Horizon | None = None,
-    ) -> tuple[Hypergradient, int, dict[str, Any]]:
-        """The hypergradient where the inner loop has ended, on these batches and the next outer one; the lag of its curvature;
-        and what is to be noted of it.
-
-        All that can be done without the curvature is done before it is waited for. Arguments as of the implicit formula, but
-        that `cross` is handed the point, and gives the product with x. An inverse whose damping is "auto" solves with that of
-        the horizon.
-        """
-        executor = self.executor
-        waiting = isinstance(executor, SupportsOverlap) and executor.inner_loop_ended()
-        at = self.oracle(batches, self.outer.next())
-        horizon = horizon if follows_horizon(self.inverse) else None
-        if horizon is not None:
-            ahead, ridge = horizon, at.ridge.positive
-            if self.theta.asks_moments:
-                tape.eager(lambda: None)  # until here all must have been done
-            at.damp(tape.number(lambda: ahead.damping(self.theta.travelled(), ridge)))
-        try:
-            outer = at.outer()
-            along = None if cross is None else cross(at)
-            if along is None and waiting:  # else the graph would only take memory
-                at.prepare()
-        except NhgdError:
-            raise
-        except Exception as error:
-            # The user's function may stumble over a theta that the curvature of an earlier record already speaks of.
-            own = RunError(str(error))
-            found = executor.root_cause(own)
-            if found is own:
-                raise
-            raise found from error
-        inverse, curvature, lag = executor.curvature()
-        notes: dict[str, Any] = {}
-        adjust = None
-        if horizon is not None and inverse.learner is inverse:
-            solver = partial(preconditioner, inverse, curvature, at)
-            adjust = partial(self._adjusted, horizon, at, outer.theta, solver, notes)
-        made = implicit(at, inverse, curvature, start, along, outer, self.complaints, adjust)
-        notes = {
-            "residual": tape.defer(lambda stats: stats.residual, made.stats),
-            "poor_solve": tape.defer(lambda stats: stats.trouble is not None, made.stats),
-        } | notes
-        if horizon is not None and made.adjoint is not None:
-            ahead, damping = horizon, at.damping
-            notes |= {
-                "damping": tape.host_value(lambda: tape.now(damping)),
-                "horizon": tape.host_value(lambda: ahead.horizon_loops),
-            }
-            horizon.observe(made.adjoint)
-            tape.at_end(lambda: ahead.read(self.clock.k))
-            tape.defer(lambda value: self.complaints.say(ahead.warning_for(value)), made.value)
-        return made, lag, notes
-
-    def _adjusted(
-        self,
-        horizon: Horizon,
-        at: Oracle,
-        u: Tensor,
-        solver: Callable[[], Callable[[Tensor], Tensor]],
-        notes: dict[str, Any],
-        x: Tensor,
-    ) -> Tensor:
-        """What the horizon makes of x; at times by a product or two, and then with notes."""
-        x = horizon.corrected(x)
-        if not horizon.due(self.clock.k, self.clock.t):
-            return x
-        gradient = None if self._gradient is None else self.problem.theta.flatten(self._gradient)
-        better, found = horizon.measured(at, u, x, solver(), gradient)
-        notes |= found if isinstance(found, dict) else {tape.MORE: found}
-        return better
 
     @property
     def _total(self) -> Any:
@@ -318,7 +241,7 @@ class Loop:
         """One projected optimiser step on theta, by default on the next batch; returns the loss before it."""
         chosen = self.objective(self.inner_batch()) if objective is None else objective
         found = self.gradient(chosen, record, cross=cross)
-        self._gradient = found.gradient
+        self.last_gradient = found.gradient
 
         def closure() -> Tensor:
             again = self.gradient(chosen, record=False)

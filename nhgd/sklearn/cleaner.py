@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,6 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
 from torch import Tensor, nn
 
-from nhgd._randomness import Randomness
 from nhgd._validation import check_settings, counted, not_negative
 from nhgd.data.device import usable_device
 from nhgd.errors import InputError
@@ -28,9 +27,11 @@ from nhgd.sklearn._cross_fitting import (
     folds,
     log_probabilities,
 )
+from nhgd.sklearn._inputs import check_model, probabilities, template_of
 from nhgd.sklearn._learnt_weights import LearntWeights, Parts, learn_weights
 from nhgd.sklearn._member import MIDDLE, Member, cross_fitted, member_of
 from nhgd.sklearn._noise import averaged, threshold, wrong_log_odds
+from nhgd.sklearn._roles import Roles
 from nhgd.sklearn._scaling import Scaling
 from nhgd.sklearn._scaling import TrustedScaleWarning as TrustedScaleWarning
 from nhgd.task._classifier import Split, softmax_classifier
@@ -55,17 +56,6 @@ class NoTrustedSetWarning(UserWarning):
             " may be wrong."
         )
         super().__init__(f"{self.finding} A few samples with right labels, as X_trusted and y_trusted, do better.")
-
-
-@runtime_checkable
-class SupportsProbabilities(Protocol):
-    """A classifier as scikit-learn has it."""
-
-    def fit(self, X: Any, y: Any) -> Any:
-        """Learn from samples and their classes."""
-
-    def predict_proba(self, X: Any) -> Any:
-        """The probability of each class, (N, C)."""
 
 
 class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
@@ -190,7 +180,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             trusted_rows = self._scaling.tensor(trusted.x, self.device)
         self.history_: list[Any] = []
         if pred_probs is not None:
-            members = [member_of(log_probabilities(self._probabilities(pred_probs, len(y))), codes)]
+            members = [member_of(log_probabilities(probabilities(pred_probs, (len(y), len(self.classes_)))), codes)]
         else:
             members = self._members(X, rows, codes, trusted, trusted_rows, random, seed)
         suspect, predicted = self._judge(members, codes, len(trusted.y) > 0)
@@ -211,13 +201,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         for name, value, most in (("held_out", self.held_out, 0.5), ("robustness", self.robustness, 1.0)):
             if not 0 < value <= most:
                 raise InputError(f"LabelCleaner: {name} must be above 0 and at most {most}, got {value!r}.")
-        if self.model is None or isinstance(self.model, nn.Module):
-            return
-        if isinstance(self.model, type) or not isinstance(self.model, SupportsProbabilities):
-            raise InputError(
-                "LabelCleaner: model must be None, an nn.Module or a classifier of scikit-learn's with predict_proba, got"
-                f" {self.model!r}."
-            )
+        check_model(self.model)
 
     def _members(
         self,
@@ -233,16 +217,10 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         learners = self._learners(rows, seed)
         robust = not len(trusted.y)
         if robust:
-            held_out = self._hold_out(codes, random)
-            warnings.warn(NoTrustedSetWarning(len(held_out), len(codes)), stacklevel=3)
-            evaluation, judge = _halves(codes[held_out], random)  # the second half is never empty
-            judge, evaluation, guide = held_out[judge], held_out[evaluation], np.zeros(0, dtype=np.int64)
+            roles = Roles.held_out(codes, self.classes_.tolist(), self.held_out, random)
+            warnings.warn(NoTrustedSetWarning(roles.count, len(codes)), stacklevel=3)
         else:
-            guide, others = _halves(trusted.y, random)
-            evaluation, judge = _halves(trusted.y[others], random)
-            judge, evaluation = others[judge], others[evaluation]
-        if not len(evaluation):
-            evaluation = judge
+            roles = Roles.of_trusted(trusted.y, random)
         samples = self._features(X, rows, codes, learners[0])
         believed = self._features(trusted.x, trusted_rows, trusted.y, learners[0])
         fold, trusted_fold = folds(codes, FOLDS, random), folds(trusted.y, FOLDS, random)
@@ -256,8 +234,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         y, trusted_y = (torch.as_tensor(labels, device=self.device) for labels in (codes, trusted.y))
         noisy, other = Split(rows, y), Split(trusted_rows, trusted_y)
         source = noisy if robust else other
-        kept = np.setdiff1d(np.arange(len(codes)), np.concatenate([judge, evaluation])) if robust else slice(None)
-        parts = Parts(_part(noisy, kept), _part(other, guide), _part(source, judge), _part(source, evaluation), robust)
+        kept = roles.others(len(codes)) if robust else slice(None)
+        judge, evaluation = _part(source, roles.judge), _part(source, roles.evaluation)
+        parts = Parts(_part(noisy, kept), _part(other, roles.guide), judge, evaluation, robust)
         learnt = self._learn(model, parts, seed)
         weights = learnt.of(noisy)
         return [cross_fitted(one, weights) for one in fitting]
@@ -283,51 +262,17 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         """What is cross-fitted: the model, or linear ones with several ridges."""
         classes = len(self.classes_)
         if isinstance(self.model, nn.Module):
-            return [self._module(self.model, rows, classes, seed)]
+            device, l2 = torch.device(self.device), MIDDLE if self.l2 is None else max(self.l2, 1e-6)
+            return [Module(classes, template_of(self.model, rows, classes, device, seed), l2, device, seed)]
         if self.model is not None:
             return [Classifier(classes, self.model)]
         if self.l2 is not None:
             return [Linear(classes, max(self.l2, 1e-6))]
         return [Linear(classes, l2) for l2 in (RIDGES if rows.numel() * classes <= LARGE else FEW_RIDGES)]
 
-    def _module(self, given: nn.Module, rows: Tensor, classes: int, seed: int) -> Module:
-        device = torch.device(self.device)
-        template = copy.deepcopy(given).to(device, torch.float32).eval()
-        if not any(parameter.requires_grad for parameter in template.parameters()):
-            raise InputError("LabelCleaner: the model has no parameters to train.")
-        try:
-            with Randomness(seed, device).scope(), torch.no_grad():
-                shape = tuple(template(rows[:2]).shape)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise InputError(
-                f"LabelCleaner: the model does not take samples of shape (B, {rows.shape[1]}): {str(error).splitlines()[0]}"
-            ) from error
-        if shape != (min(2, len(rows)), classes):
-            raise InputError(
-                f"LabelCleaner: the model must turn samples (B, {rows.shape[1]}) into scores (B, {classes}), but two samples"
-                f" gave {shape}."
-            )
-        return Module(classes, template, MIDDLE if self.l2 is None else max(self.l2, 1e-6), device, seed)
-
     def _features(self, X: Array, rows: Tensor, codes: Array, learner: AbstractLearner | None) -> Samples:
         """Samples as a learner takes them: as they are for a classifier of scikit-learn's, else standardised."""
         return Samples(X if isinstance(learner, Classifier) else rows.double().cpu().numpy(), codes)
-
-    def _probabilities(self, given: Any, samples: int) -> Array:
-        try:
-            p = np.asarray(given, dtype=np.float64)
-        except (TypeError, ValueError):
-            raise InputError("LabelCleaner: pred_probs must be an array of numbers, (N, C).") from None
-        if p.shape != (samples, len(self.classes_)):
-            raise InputError(
-                f"LabelCleaner: pred_probs must have a row for each sample and a column for each class,"
-                f" {(samples, len(self.classes_))}, but has the shape {p.shape}."
-            )
-        if not (np.isfinite(p).all() and (p >= 0).all() and np.abs(p.sum(1) - 1).max() < 1e-2):
-            raise InputError(
-                "LabelCleaner: every row of pred_probs must hold probabilities, 0 or more, whose sum is 1."
-            )
-        return p
 
     def _judge(self, members: list[Member], codes: Array, anchored: bool) -> tuple[Array, Array]:
         """Whom to suspect by all members together, (N,), and the class they would give each sample, (N,)."""
@@ -353,18 +298,6 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         counts = np.zeros((len(self.classes_), len(self.classes_)), dtype=np.int64)
         np.add.at(counts, (codes[found], np.searchsorted(self.classes_, predicted[found])), 1)
         self.issue_counts_: Array = counts
-
-    def _hold_out(self, codes: Array, random: Any) -> Array:
-        """At least one sample of each class, about `held_out` of each."""
-        chosen = []
-        for c in range(len(self.classes_)):
-            members = random.permutation(np.flatnonzero(codes == c))
-            if len(members) < 2:
-                raise InputError(
-                    f"Class {self.classes_.tolist()[c]!r} has one sample only, so none can be held out. Give a trusted set."
-                )
-            chosen.append(members[: max(1, round(self.held_out * len(members)))])
-        return np.sort(np.concatenate(chosen))
 
     def _trusted(self, X: Any, y: Any) -> Samples:
         X, y = validate_data(self, X, y, dtype=np.float64, reset=False)
@@ -428,16 +361,6 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         scores = np.exp(scores - scores.max(1, keepdims=True))
         found: Array = scores / scores.sum(1, keepdims=True)
         return found
-
-
-def _halves(codes: Array, random: Any) -> tuple[Array, Array]:
-    """Two index sets, each with samples of every class."""
-    first, second = [], []
-    for c in np.unique(codes):
-        members = random.permutation(np.flatnonzero(codes == c))
-        first.append(members[: len(members) // 2])
-        second.append(members[len(members) // 2 :])
-    return np.concatenate(first), np.concatenate(second)
 
 
 def _standardised(scores: Array, trusted: Array, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,109 @@
+"""The implicit hypergradient of an outer step: with the executor's curvature, damped for the horizon of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from nhgd import _tape as tape
+from nhgd.data.batch import Batch
+from nhgd.errors import NhgdError, RunError
+from nhgd.execution.base import SupportsOverlap
+from nhgd.hypergradients.base import Hypergradient
+from nhgd.hypergradients.implicit import implicit
+from nhgd.inverse.capabilities import follows_horizon, preconditioner
+from nhgd.loop.horizon import Horizon
+from nhgd.loop.loop import Loop, Product
+from nhgd.oracle import Oracle
+
+
+class OuterGradient(NamedTuple):
+    """The hypergradient, by how many records its curvature lagged, and notes for the row of the history."""
+
+    found: Hypergradient
+    lag: int
+    notes: dict[str, Any]
+
+
+def hypergradient(
+    loop: Loop,
+    batches: Sequence[Batch],
+    start: Tensor | None = None,
+    cross: Callable[[Oracle], Product] | None = None,
+    horizon: Horizon | None = None,
+) -> OuterGradient:
+    """The hypergradient at the end of the inner loop, on these inner batches and the next outer one.
+
+    Everything that does not need the curvature is computed before waiting for it.
+
+    Args:
+        start: where an iterative inverse starts.
+        cross: takes the oracle and returns the product of the transposed cross derivative with x; None: the oracle's own.
+        horizon: sets the damping of an inverse with damping="auto".
+    """
+    executor = loop.executor
+    waiting = isinstance(executor, SupportsOverlap) and executor.inner_loop_ended()
+    at = loop.oracle(batches, loop.outer.next())
+    horizon = horizon if follows_horizon(loop.inverse) else None
+    if horizon is not None:
+        known, ridge = horizon, at.ridge.positive
+        if loop.theta.asks_moments:
+            tape.eager(lambda: None)  # the optimiser's moments must be complete here
+        at.damp(tape.number(lambda: known.damping(loop.theta.travelled(), ridge)))
+    try:
+        outer = at.outer()
+        along = None if cross is None else cross(at)
+        if along is None and waiting:  # else the graph would only take memory
+            at.prepare()
+    except NhgdError:
+        raise
+    except Exception as error:
+        # The user's function may fail at a theta for which an earlier record already explains the error.
+        own = RunError(str(error))
+        cause = executor.root_cause(own)
+        if cause is own:
+            raise
+        raise cause from error
+    inverse, curvature, lag = executor.curvature()
+    extra: dict[str, Any] = {}
+    adjust = None
+    if horizon is not None and inverse.learner is inverse:
+        solver = partial(preconditioner, inverse, curvature, at)
+        adjust = partial(_adjusted, loop, horizon, at, outer.theta, solver, extra)
+    found = implicit(at, inverse, curvature, start, along, outer, loop.complaints, adjust)
+    notes = {
+        "residual": tape.defer(lambda stats: stats.residual, found.stats),
+        "poor_solve": tape.defer(lambda stats: stats.trouble is not None, found.stats),
+    } | extra
+    if horizon is not None and found.adjoint is not None:
+        known, damping = horizon, at.damping
+        notes |= {
+            "damping": tape.host_value(lambda: tape.now(damping)),
+            "horizon": tape.host_value(lambda: known.horizon_loops),
+        }
+        horizon.observe(found.adjoint)
+        tape.at_end(lambda: known.read(loop.clock.k))
+        tape.defer(lambda value: loop.complaints.say(known.warning_for(value)), found.value)
+    return OuterGradient(found, lag, notes)
+
+
+def _adjusted(
+    loop: Loop,
+    horizon: Horizon,
+    at: Oracle,
+    u: Tensor,
+    solver: Callable[[], Callable[[Tensor], Tensor]],
+    notes: dict[str, Any],
+    x: Tensor,
+) -> Tensor:
+    """x as the horizon corrects it, now and then by Hessian products, which add notes."""
+    x = horizon.corrected(x)
+    if not horizon.due(loop.clock.k, loop.clock.t):
+        return x
+    gradient = None if loop.last_gradient is None else loop.problem.theta.flatten(loop.last_gradient)
+    better, found = horizon.measured(at, u, x, solver(), gradient)
+    notes |= found if isinstance(found, dict) else {tape.MORE: found}
+    return better
