@@ -84,7 +84,7 @@ def check_along(
     seed: int = 0,
     progress: bool | None = None,
 ) -> AlongReport:
-    """Run a solver, and compare inverses with the exact hypergradient where it stands after some of its outer steps.
+    """Run a solver, and compare inverses with the exact hypergradient after some of its outer steps.
 
     A point is where the run itself asks for its hypergradient: theta as the inner loop of the outer step left it, v as it was
     in that loop. At each, with H the inner Hessian and u the outer gradient in theta:
@@ -130,7 +130,7 @@ def check_along(
 
 
 def spread(steps: int, points: int) -> list[int]:
-    """The first of so many steps, the last, and others between, geometrically as far as whole numbers allow.
+    """The first of `steps`, the last, and others between them in geometric progression, as far as integers allow.
 
     >>> spread(100, 5), spread(6, 4), spread(9, 1)
     ([1, 3, 10, 32, 100], [1, 2, 3, 6], [9])
@@ -166,7 +166,7 @@ def _remaining(solver: Solver, steps: int) -> int:
 
 
 class _Looking:
-    """Compares inverses where a run stands, and leaves it as it was."""
+    """Compares inverses at the current point of a run, and leaves the run unchanged."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class _Looking:
 
     @contextmanager
     def along(self, steps: Sequence[int], tick: Tick) -> Iterator[None]:
-        """Inside, the solver is looked at after these outer steps."""
+        """A context in which the solver is examined after these outer steps."""
         solver = self._solver
         first, last = solver.loop.clock.k, steps[-1]
         before = self._ahead()
@@ -265,14 +265,14 @@ class _Looking:
 
 @dataclass(frozen=True)
 class _Ahead:
-    """What an outer step finds: v, and the adjoint of the last one."""
+    """Captures v and the last adjoint of an outer step."""
 
     v: Tensor
     adjoint: Tensor | None
 
 
 def _damping(row: Row, own: AbstractInverse | None) -> float:
-    """What the run added to the Hessian in this outer step: its horizon's damping, or the number its inverse was given."""
+    """The damping of the Hessian in this outer step: that of its horizon, or the number its inverse was given."""
     if "horizon" in row:
         return float(row["damping"])
     given = getattr(own, "damping", None)

@@ -20,7 +20,7 @@ _KINDS = ("cpu", "cuda")  # of devices
 
 
 class _Outside(threading.local):
-    """What autocast was set to when it was set aside; it is each thread's own, as autocast is."""
+    """The autocast settings of this thread when autocast was switched off."""
 
     enabled: tuple[tuple[str, torch.dtype], ...] = ()
     caching: bool = True
@@ -31,7 +31,7 @@ _outside = _Outside()
 
 @contextmanager
 def set_aside() -> Iterator[None]:
-    """Inside, autocast is off, but for what runs in `as_given`. Free where it is off already."""
+    """A context without autocast, except inside `as_given`. Free if it is already off."""
     enabled = tuple((kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind))
     if not enabled:
         yield

@@ -1,4 +1,5 @@
-"""How much of the inner steps a learnt inverse can take within a share of the inner loop's cost: from shapes, not from a clock.
+"""How much of the inner steps a learnt inverse can take within a share of the inner loop's cost: from shapes, not
+from a clock.
 
 What the inner loop and the curvature take is counted in operations and priced by a few constants that were measured once on
 one machine (`benchmarks/prices.py`, `benchmarks/results/prices-cpu.json`, `prices-h200.json`). The same model and batches
@@ -46,7 +47,7 @@ ENOUGH = 8  # that a running mean holds later
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds of operations in float32; what is done in float64 takes twice as long.
+    """Seconds of operations in float32; float64 takes twice as long.
 
     Attributes:
         multiplication: and addition, in a large matrix product.
@@ -66,7 +67,7 @@ class Prices:
     cholesky: float
 
     def of(self, operations: Sequence[Operation], gradient: float) -> float:
-        """Seconds of all of them, where a gradient of the inner objective takes so many."""
+        """Seconds of all operations, given those of an inner gradient."""
         return sum(o.times * self._one(o, gradient) for o in operations)
 
     def _one(self, operation: Operation, gradient: float) -> float:
@@ -92,7 +93,7 @@ PRICES = {
 
 
 class Priced(TorchDispatchMode):
-    """Adds up what the operations inside this block take, from their shapes.
+    """Adds up the cost of the operations inside a block, from their shapes.
 
     >>> with Priced(Prices(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)) as priced:
     ...     product = torch.ones(10, 20) @ torch.ones(20, 30)
@@ -125,7 +126,7 @@ class Priced(TorchDispatchMode):
 
 
 def _smallest(shapes: Sequence[tuple[int, ...]]) -> int:
-    """The smallest dimension of a product: of a convolution, that of its weight seen as a matrix."""
+    """The smallest dimension of a product; of a convolution, that of its weight as a matrix."""
     images = [s for s in shapes if len(s) == 4]
     if images:
         weight = min(images, key=prod)
@@ -135,13 +136,14 @@ def _smallest(shapes: Sequence[tuple[int, ...]]) -> int:
 
 @contextmanager
 def priced(device: torch.device) -> Iterator[Priced]:
-    """Price what is done inside on such a device."""
+    """Price the work inside the block on this kind of device."""
     with Priced(prices_of(device)) as found:
         yield found
 
 
 def affordable_passes(overhead: float, steps: int) -> int:
-    """The passes over a batch that curvature may take in an outer step, beside those of the inner loop and of the hypergradient.
+    """The passes over a batch that curvature may take in an outer step, in addition to those of the inner loop and
+    hypergradient.
 
     >>> affordable_passes(0.1, 10), affordable_passes(0.1, 20), affordable_passes(0.01, 20)
     (1, 2, 1)
@@ -150,13 +152,13 @@ def affordable_passes(overhead: float, steps: int) -> int:
 
 
 def prices_of(device: torch.device) -> Prices:
-    """Those of a kind of device; of an unknown one, a GPU's."""
+    """The prices of a kind of device; those of a GPU if it is unknown."""
     return PRICES["cpu" if device.type == "cpu" else "cuda"]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a learnt inverse would take on a model, and what it may take.
+    """The cost of a learnt inverse on a model, and the share of it that may be spent.
 
     Attributes:
         shape: of the model and its batches.
@@ -218,12 +220,15 @@ class Budget:
         return self._with_build_up(inverse, later, BUILD_UP_SHARE * allowed, most)
 
     def _period(self, most: int) -> int:
-        """Inner steps from one record to the next, at least, where an outer step may have so many passes beside its own."""
+        """The least number of inner steps from one record to the next, if an outer step may take this many extra
+        passes.
+        """
         records = most // self.passes
         return ceil(self.steps / records) if records else self.steps * ceil(self.passes / most)
 
     def _with_build_up(self, inverse: Periodic[Any], later: Effort, each: float, most: int) -> Effort:
-        """The same with a beginning in which more is taken, as far as so many seconds of each outer step of it go.
+        """The same effort with a build-up phase that records more, as far as the given seconds of each outer step
+        allow.
 
         Inner steps are recorded until a factor has seen several times as many samples as it has rows: before that, what it has
         not seen counts as flat, and x is far too long there. With what is left, decompositions are repeated. That is every
@@ -256,18 +261,19 @@ class Budget:
         return replace(found, invert_at=tuple(dict.fromkeys(sum(map(found.records, range(k * steps))) for k in outer)))
 
     def _built_up(self, later: Effort, records: int, a_loop: int) -> Effort:
-        """The same with so many records at the beginning, or a few more, so many in each inner loop."""
+        """The same effort with at least this many records at the beginning, spread over the inner loops."""
         if a_loop == self.steps:
             return replace(later, build_up=records)
         every, last = self._places(a_loop)
         return replace(later, build_up=ceil(records / a_loop) * self.steps, build_up_every=every, build_up_last=last)
 
     def _places(self, a_loop: int) -> tuple[int, int | None]:
-        """Where in each inner loop so many steps are recorded: at its end, unless the first solve comes before that."""
+        """Which steps of each inner loop are recorded: the last ones, unless the first solve comes before those."""
         return (ceil(self.steps / a_loop), None) if self.single else (self.steps, a_loop)
 
     def _of_window(self, inverse: FisherWindow, overhead: float) -> Effort | None:
-        """The last inner steps of a loop, as many as are paid for; of the window as much as a solve can bear and ten outer steps fill.
+        """The last inner steps of a loop, as many as are paid for; of the window as much as a solve can bear and ten
+        outer steps fill.
 
         Older samples would be of another theta. One record an outer step is made where nobody waits for it; otherwise records are of
         one loop in several, but at the beginning, until the window is full or has twice as many rows as theta has parameters.
@@ -309,19 +315,21 @@ class Budget:
         )
 
     def _windowed(self, inverse: FisherWindow, length: int) -> tuple[float, float]:
-        """Seconds of a record and of a solve, where the window holds so many samples."""
+        """Seconds of a record and of a solve for a window that holds this many samples."""
         found = windowed(inverse, self.shape, length)
         return self.prices.of(found.step, self.gradient), self.prices.of(found.solve, self.gradient)
 
     def _iterations(self, inverse: Periodic[Any], seconds: float) -> int:
-        """Of conjugate gradients, where the ridge needs them: as many as so many seconds pay for, and a few at least."""
+        """The number of conjugate-gradient iterations that the given seconds pay for, if the ridge needs any; at
+        least a few.
+        """
         if not isinstance(inverse, AbstractKronecker) or all(layer.ridge == "even" for layer in self.shape.layers):
             return ITERATIONS
         counts = range(ITERATIONS, FEW_ITERATIONS, -1)
         return next((count for count in counts if self.solve(inverse, count) <= seconds), FEW_ITERATIONS)
 
     def _affordable(self, inverse: Periodic[Any], seconds: float) -> tuple[int, int | None]:
-        """As many samples as a record of so many seconds can have, and as many places of each."""
+        """How many samples, and places of each, a record can have in the given seconds."""
         most = self.shape.samples
         places = self._fewest_places(inverse)
         fixed, one = self._linear(inverse, places)
@@ -335,7 +343,7 @@ class Budget:
         return samples, places
 
     def _efficient(self, fixed: float, one: float) -> int:
-        """How many samples a record has at least, so that what it takes whatever they are is no more than a third of it."""
+        """The least number of samples for which the fixed cost of a record is no more than a third of it."""
         return max(FEWEST, ceil(2 * fixed / one))
 
     def _linear(self, inverse: Periodic[Any], places: int | None) -> tuple[float, float]:
@@ -359,7 +367,7 @@ class Budget:
         return max(samples, min(ceil(self.shape.samples / (1 - beta)), ceil(ENOUGH * self.widest)))
 
     def _small(self, inverse: Periodic[Any], seconds: float) -> int:
-        """The largest factors that can be decomposed at every record, with all that are smaller, in so many seconds."""
+        """The largest factors that can be decomposed at every record, with all smaller ones, in the given seconds."""
         if not isinstance(inverse, KFAC):
             return 0
         sizes = sorted((n, layer.groups) for layer in self.shape.layers for n in (layer.columns, layer.out))

@@ -86,7 +86,7 @@ class Report:
 
     @property
     def warnings(self) -> list[str]:
-        """What is wrong with the solves of some inverses: a sentence for each, or one for all where the advice says why."""
+        """Problems with the solves of some inverses: one sentence each, or one for all if their advice is the same."""
         bad = [row for row in self.rows if row["warning"]]
         if bad and (self.reference["negative_curvature"] or self.reference["singular"]):
             listed = ", ".join(f"{row['inverse']} {row['residual']:.2g}" for row in bad)
@@ -186,7 +186,7 @@ def _report(
 def named(
     inverses: str | AbstractInverse | Sequence[str | AbstractInverse] | None, size: int
 ) -> list[tuple[str, AbstractInverse]]:
-    """The inverses that were asked for, with names that tell them apart; by default those that suit so many parameters."""
+    """The requested inverses with distinct names; by default all that suit this many parameters."""
     known = [name for name in INVERSES if name != "exact" or size <= EXACT_BELOW]
     asked = (
         known if inverses is None else [inverses] if isinstance(inverses, (str, AbstractInverse)) else list(inverses)
@@ -199,7 +199,7 @@ def named(
 
 
 def _of_statistics(rows: list[dict[str, Any]]) -> list[str]:
-    """What is to be known of statistics that are not those of single samples."""
+    """A note if the statistics are not those of single samples."""
     names = [row["inverse"] for row in rows if row["notes"].get("statistics") == BATCH_OBJECTIVE]
     if not names:
         return []

@@ -1,4 +1,4 @@
-"""What an inverse has to compute, operation by operation: from shapes alone, nothing is run."""
+"""The operations that an inverse computes, from shapes alone; nothing is run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Kind = Literal["gradient", "product", "matmul", "eigh", "cholesky", "pass", "cal
 
 
 class Operation(NamedTuple):
-    """One kind of work, so many `times`.
+    """One kind of operation, done `times` times.
 
     "gradient": an inner gradient, and "product": a Hessian product, both of size 1. "matmul": a matrix product of `size`
     multiplications. "eigh" and "cholesky": a factorisation of a matrix of `size` rows. "pass": `size` numbers read or written.
@@ -44,7 +44,7 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What an inverse adds to an inner step, and what one solve takes after that; and the bytes of a record."""
+    """The operations that an inverse adds to an inner step, those of a solve, and the bytes of a record."""
 
     step: list[Operation] = field(default_factory=list)
     solve: list[Operation] = field(default_factory=list)
@@ -67,7 +67,7 @@ def flops(operation: Operation) -> float:
 
 
 def largest(inverse: AbstractInverse | None, theta: Variable, samples: int, steps: int = 1) -> float:
-    """The floating-point operations of the largest single operation of an inverse, as far as shapes tell.
+    """The floating-point operations of the largest single operation of an inverse.
 
     What a solve takes counts for less where there is one after so many inner `steps`.
     """
@@ -79,7 +79,7 @@ def largest(inverse: AbstractInverse | None, theta: Variable, samples: int, step
 
 @singledispatch
 def work(inverse: AbstractInverse, shape: Shape) -> Work:
-    """What an inverse computes. Of one that is not known here: its Hessian products, with a few vectors around each."""
+    """The operations of an inverse. An unknown one counts as its Hessian products, with a few vectors around each."""
     known = products(inverse)
     count = shape.numel if known is None else known
     if not count:
@@ -178,7 +178,7 @@ def _(inverse: FisherWindow, shape: Shape) -> Work:
 
 
 def windowed(inverse: FisherWindow, shape: Shape, samples: int) -> Work:
-    """The work of a window that holds so many samples, or all that it can, once a batch is among them."""
+    """The operations of a window once it holds `samples`, or as many as it can."""
     kept, new, roots = min(inverse.length, samples), 1, 1
     if inverse.records != "batch":
         new, roots = min(kept, shape.samples), _roots(inverse, shape)
@@ -231,7 +231,9 @@ def _(inverse: AbstractKronecker[Any], shape: Shape) -> Work:
 
 
 class Kronecker(NamedTuple):
-    """What a record of all samples takes, the decompositions of all layers, and a solve with them; the numbers of a record."""
+    """The operations of a full record, of the decompositions of all layers, and of a solve with them; the numbers in
+    a record.
+    """
 
     step: list[Operation]
     bases: list[Operation]
@@ -292,7 +294,7 @@ def kronecker(inverse: AbstractKronecker[Any], shape: Shape, kept: bool, iterati
 
 
 def _uneven_ridge(inverse: AbstractKronecker[Any], layer: Layer, kept: bool, iterations: int) -> list[Operation]:
-    """What a solve takes more where the ridge differs within a layer; of an iteration that may stop early, all its steps."""
+    """The extra operations of a solve if the ridge differs within a layer; an iteration counts with all its steps."""
     if layer.ridge == "even" or (isinstance(inverse, KFAC) and inverse.solver == "cholesky"):
         return []
     groups, out, columns = layer[:3]
@@ -324,7 +326,7 @@ def _products(count: int, shape: Shape, vectors: int = 12) -> list[Operation]:
 
 
 def _at_times(operations: list[Operation], every: int) -> list[Operation]:
-    """The same, once in so many steps."""
+    """The same operations, once in every `every` steps."""
     return [o._replace(times=o.times / every) for o in operations]
 
 
@@ -342,7 +344,9 @@ def _record(inverse: Learned[Any], shape: Shape) -> float:
 
 
 def _beside_layers(inverse: Learned[Any], shape: Shape) -> list[Operation]:
-    """What recording takes beside the inner gradient: a pass for each root, and gradients of single samples."""
+    """The operations of recording, in addition to the inner gradient: a pass for each root, and gradients of single
+    samples.
+    """
     if inverse.records == "batch":
         return []
     found = [Operation("call", times=30 + 10 * len(shape.layers))]

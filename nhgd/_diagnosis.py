@@ -1,4 +1,4 @@
-"""What is known of a point before any inverse is tried there, and what it means."""
+"""What can be said about a point before any inverse is tried there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nhgd.oracle import Oracle, OuterGradient
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is known of a point, and what it means.
+    """Findings about a point, and what they mean.
 
     Attributes:
         reference, method: what solved, and how the adjoint was found.
@@ -67,7 +67,7 @@ class Diagnosis:
 
 
 def diagnosed(at: Oracle, batches: list[Batch], seed: int, dense_below: int, tick: Tick) -> Diagnosis:
-    """Solve exactly and look around at a point. `tick` is told what is being done, up to half of it all."""
+    """Solve exactly and examine the point. `tick` receives what is being done, up to half of the progress bar."""
     problem = at.problem
     before = at.calls.hvps
     tick(0.0, "reference")
@@ -106,7 +106,7 @@ def hypergradient_along(at: Oracle, outer: OuterGradient, x: Tensor) -> Tensor:
 
 
 def inner_distance(reference: Reference, gradient: Tensor, theta: Tensor) -> tuple[float | None, float]:
-    """How far the inner optimum is, if H tells, and the part of the gradient along which it tells nothing."""
+    """The distance to the inner optimum, by a Newton step, and the share of the gradient that H cannot explain."""
     if reference.negative:
         return None, 0.0
     step = reference.solve(gradient)
@@ -125,7 +125,8 @@ def flat(leaves: Sequence[Tensor]) -> Tensor:
 
 
 def _probed(at: Oracle, count: int = 8) -> tuple[float, bool, float | None, bool]:
-    """Gaussian probes from a fixed seed: asymmetry of H, whether that is rounding, |F - H| / |H|, whether there is no F.
+    """Gaussian probes from a fixed seed: asymmetry of H, whether that is rounding, |F - H| / |H|, whether there is
+    no F.
 
     E |M z|^2 = |M|_F^2. H is symmetric, so a.Hb = b.Ha for every two probes, unless a second derivative is broken.
     """

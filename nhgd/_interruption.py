@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def held_back() -> Iterator[Callable[[], None]]:
-    """Ctrl-C inside waits until the block, or its end, asks for it by calling what is given here. A second one does not wait.
+    """Defer Ctrl-C until the block calls the function it is given, or ends. A second Ctrl-C acts at once.
 
     It is left alone where it means something else than KeyboardInterrupt, and outside the main thread, which alone hears it.
     """

@@ -67,7 +67,7 @@ _FULL = (
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """A sentence where an error says that memory ran out, of a GPU or of the machine; else None.
+    """A sentence for an error about exhausted memory, of a GPU or of the machine; None for other errors.
 
     >>> out_of_memory(MemoryError())
     'Out of memory. Choose smaller sizes or batches, or a larger machine.'

@@ -1,4 +1,4 @@
-"""Why numbers became infinite or undefined, as far as can be seen from where the step began."""
+"""Why numbers became infinite or undefined, judged from where the step began."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def explained(loop: Loop, error: NonFiniteError) -> NhgdError:
 
 
 def _at_start(loop: Loop, error: NonFiniteError) -> NonFiniteError:
-    """The same, or what is wrong already at the point that the step began from, whose theta and v are finite."""
+    """The same error, or a better one if the fault is already visible where the step began, at finite theta and v."""
     problem = loop.problem
     try:
         with problem.guarded(seed=0), torch.no_grad():

@@ -74,7 +74,7 @@ def observing(problem: Bilevel, inverse: str | AbstractInverse = "kfac", seed: i
 
 
 class Observer:
-    """What is learnt of a training loop, and the hypergradients that follow from it; `observing` makes it.
+    """Curvature learnt from a training loop, and its hypergradients; made by `observing`.
 
     A loss of the user's own, computed by theta's layers inside the block and differentiated by `backward()`, is observed as it is,
     unless `inner` or `observe` is used: it is taken for the mean over samples of weight one, which `stats.notes["assumed"]` says.
@@ -160,7 +160,8 @@ class Observer:
         return self._loss(found.value, found.gradient, found.record)
 
     def observe(self, losses: Tensor | Losses) -> Tensor:
-        """The mean of losses (B,) of the user's own, to be differentiated in theta by `backward()`; no ridge is added to it.
+        """The mean of losses (B,) of the user's own, to be differentiated in theta by `backward()`; no ridge is
+        added to it.
 
         They must have been computed from theta inside the block, one for each sample of a batch. Their mean is taken for the
         inner objective without its ridge, with weights of one unless `Losses` says otherwise.
@@ -232,12 +233,12 @@ class Observer:
         return replace(found, stats=replace(found.stats, notes=found.stats.notes | {"assumed": ASSUMED}))
 
     def _recorder_due(self) -> Recorder | None:
-        """What records this step, where the inverse takes its record."""
+        """The recorder of this step, if the inverse takes its record."""
         due = self._learner is not None and needs_record(self._learner, self.steps)
         return self._recorder if due else None
 
     def _begin(self) -> None:
-        """The inner loop of an outer step begins with its first loss."""
+        """Begin the inner loop of an outer step, at its first loss."""
         if not self._begun:
             self._begun = True
             if self._learner is not None:
@@ -250,7 +251,7 @@ class Observer:
         return made
 
     def _differentiated(self, record: InnerRecord | None) -> None:
-        """A loss was differentiated: what was recorded of it is learnt."""
+        """After backward(): learn from what was recorded of the loss."""
         self.steps += 1
         if record is not None and self._learner is not None:
             self.state = self._learner.observe(self.state, record)
@@ -324,7 +325,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient, times what the loss was multiplied with."""
+        """The gradient, times the gradient that arrives."""
         if torch.is_grad_enabled():
             raise InputError(
                 "An observed loss cannot be differentiated twice. Call backward() without create_graph=True, or take the loss"

@@ -87,7 +87,7 @@ def expanded(what: str, text: str) -> Path:
 
 
 def check_file(path: Path) -> None:
-    """Refuse what is no plain file before it is opened: a pipe would be waited for, and a device may never end."""
+    """Refuse anything but a plain file before opening it: a pipe would block, and a device may never end."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:

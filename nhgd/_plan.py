@@ -177,7 +177,7 @@ class _Prices:
         return multiplications * self._timed("matmul", side, dtype) / side**3
 
     def _factorised(self, kind: str, size: float, dtype: torch.dtype) -> float:
-        """Along the power of the size that lies between two sizes which were timed, and beyond the largest along that too."""
+        """Interpolate between two timed sizes by a power law, and extrapolate it beyond the largest."""
         sizes = (16, 64, 256, 512)
         high = next((i for i, timed in enumerate(sizes) if i and size <= timed), len(sizes) - 1)
         below, above = self._timed(kind, sizes[high - 1], dtype), self._timed(kind, sizes[high], dtype)
@@ -208,7 +208,7 @@ class _Prices:
 
 
 def _seconds(action: Callable[[], Any], device: torch.device, repeats: int = 3) -> float:
-    """The least of a few times, because whatever else the machine does can only add to it."""
+    """The shortest of a few runs, because other work on the machine can only slow it down."""
     # What a single thread takes of a core is not lengthened by others that want the core, too.
     clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     action()
@@ -223,7 +223,9 @@ def _seconds(action: Callable[[], Any], device: torch.device, repeats: int = 3) 
 
 
 def _time_passes(problem: Bilevel, batch: Batch, prices: _Prices) -> None:
-    """An inner gradient, a Hessian product whose graph is there, and what a hypergradient takes beside its solve."""
+    """Time an inner gradient, a Hessian product with its graph ready, and the rest of a hypergradient except the
+    solve.
+    """
     device = problem.theta.device
 
     def gradient() -> None:
@@ -250,13 +252,13 @@ def _time_passes(problem: Bilevel, batch: Batch, prices: _Prices) -> None:
 
 
 def _samples(problem: Bilevel, batch: Batch) -> int:
-    """How many samples a batch has that does not tell by its tensors."""
+    """The samples of a batch whose tensors do not show it."""
     with problem.guarded(seed=0), torch.no_grad():
         return max(1, problem.losses(batch).values.numel())
 
 
 def _full_window(inverse: AbstractInverse, shape: Shape, prices: _Prices) -> list[str]:
-    """What a window takes that several batches have filled."""
+    """The cost of a window that several batches have filled."""
     if not isinstance(inverse, FisherWindow) or inverse.records == "batch" or shape.samples >= inverse.window:
         return []
     full: Work = work(inverse, replace(shape, samples=inverse.window))

@@ -13,7 +13,9 @@ from torch import Tensor
 
 
 def generators(device: torch.device) -> dict[str, Any]:
-    """The states of the global generators of torch (CPU and a CUDA device), NumPy and Python: tensors and numbers by name."""
+    """The states of the global generators of torch (CPU and a CUDA device), NumPy and Python: tensors and numbers by
+    name.
+    """
     numpy: Any = np.random.get_state()  # noqa: NPY002
     version, python, gauss = random.getstate()
     return {
@@ -65,7 +67,9 @@ def state_bytes(device: torch.device) -> tuple[bytes, ...]:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """A context in which torch draws from a seed, on the CPU and on one device; the generators are restored after it."""
+    """A context in which torch draws from a seed, on the CPU and on one device; the generators are restored after
+    it.
+    """
     cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if cuda else [], device_type="cuda"):
         # torch.manual_seed would reseed every device, also those whose state was not kept.

@@ -16,7 +16,8 @@ Unevenness = Literal["even", "columns", "rows", "uneven"]
 
 
 class Layer(NamedTuple):
-    """A Linear or Conv2d layer: (G, out, in) of its weight, the column of a bias included, and the places it sees a sample.
+    """A Linear or Conv2d layer: (G, out, in) of its weight, the column of a bias included, and the places it sees a
+    sample.
 
     Its ridge is the same everywhere, or differs between its columns, its rows, or in another way.
     """
@@ -35,7 +36,7 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """All that the work of an inverse depends on: the layers of theta, its other leaves, and the samples of a batch.
+    """Everything the cost of an inverse depends on: the layers of theta, its other leaves, and the samples of a batch.
 
     Attributes:
         outputs: numbers the model gives for a sample, for fisher="exact".
@@ -56,7 +57,7 @@ class Shape:
         places: Mapping[str, int] | None = None,
         coefficients: Sequence[Tensor | float] | None = None,
     ) -> Shape:
-        """The shape of theta, with the places that a layer sees, by its weight: 1 where they are not known.
+        """The shape of theta. `places` gives the places of each layer by its weight, 1 if unknown.
 
         The coefficients of the ridge are those of the leaves of theta; where they are not known it counts as even.
         """

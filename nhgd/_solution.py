@@ -1,4 +1,4 @@
-"""What a run found: `Solution`, and the rows of its history."""
+"""The result of a run: `Solution`, and the rows of its history."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLOCKED = ("seconds", "inner_seconds", "curvature_seconds", "waited_seconds", "o
 
 @dataclass(frozen=True)
 class Solution:
-    """What a run found.
+    """The result of a run.
 
     Attributes:
         v, theta: the objects that were given, trained in place.
@@ -112,7 +112,7 @@ def statistics(algorithm: AbstractAlgorithm, loop: Loop, history: list[Row], sec
 
 
 def metric_values(found: Any) -> dict[str, Any]:
-    """What metrics() returned, checked, with Python's own numbers: it stands in the rows of the history."""
+    """The result of metrics(), checked, as Python numbers for the history."""
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         odd = "a dict whose keys are not all text" if isinstance(found, dict) else f"a {type(found).__name__}"
         raise InputError(

@@ -34,7 +34,7 @@ def solved(
     inner_data: Iterable[Batch] | None = None,
     seed: int = 0,
 ) -> Like:
-    """theta as it stands, taken for the solution of the inner problem, with its derivative in v.
+    """The current theta, taken as the solution of the inner problem, with its derivative in v.
 
     A loss of theta and v, of any kind, may be differentiated by `backward()` or `torch.autograd.grad`; v's own tensors get
     the hypergradient. One backward pass through theta is one linear solve. theta and v must not move before it.
@@ -72,7 +72,7 @@ def solved(
 
 
 class _Solution:
-    """A place where derivatives are asked for, with what was learnt there."""
+    """The point of a solution, with the curvature learnt there."""
 
     def __init__(self, problem: Bilevel, batches: list[Batch], inverse: AbstractInverse, seed: int) -> None:
         self.problem = problem
@@ -98,7 +98,7 @@ class _Solution:
         return found.leaves
 
     def _check_place(self) -> None:
-        """Refuse to take derivatives elsewhere than where the outer loss was taken."""
+        """Refuse a backward pass after theta or v has moved."""
         problem = self.problem
         names = [*(f"theta[{n!r}]" for n in problem.theta.names), *(f"v[{n!r}]" for n in problem.v.names)]
         leaves = (*problem.theta.leaves, *problem.v.leaves)
@@ -111,7 +111,7 @@ class _Solution:
 
 
 class _Theta(torch.autograd.Function):
-    """theta, whose derivative in v is that of the solution of the inner problem."""
+    """theta with the derivative in v of the inner solution."""
 
     @staticmethod
     def forward(ctx: Any, solution: _Solution, *v: Tensor) -> tuple[Tensor, ...]:
@@ -131,6 +131,6 @@ class _Theta(torch.autograd.Function):
 
 
 def _named(theta: Variable, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """By name; of a dict with what is frozen in it, of a module without, because that has it already."""
+    """theta by name; of a dict with its frozen entries, of a module without, because it has them."""
     frozen = theta.frozen() if theta.root is None else {}
     return frozen | dict(zip(theta.names, tensors, strict=True))

@@ -136,7 +136,7 @@ class Solver:
         self._close_when_let_go()
 
     def _close_when_let_go(self) -> None:
-        """See to a solver that is let go of without having been closed. An executor of the caller's may serve another by then."""
+        """Clean up after a solver that is never closed, unless its executor has been handed to another by then."""
         if self.checkpoint is not None:
             weakref.finalize(self, self.checkpoint.lock.release)
         self.executor.user = user = object()
@@ -152,7 +152,7 @@ class Solver:
         outer_data: Iterable[Batch],
         **settings: Any,
     ) -> Solver:
-        """A solver that stands where the run in a checkpoint stood, and goes on bit for bit as that would have.
+        """A solver that continues the run of a checkpoint bit for bit.
 
         Its next `run` continues the interrupted one: the steps and the seconds of that count. So
         `run(steps=1000)` ends where an unbroken `run(steps=1000)` would have ended, and `run()` reuses the original stop rules.
@@ -177,7 +177,7 @@ class Solver:
 
     @property
     def loop(self) -> Loop:
-        """What the algorithm acts on."""
+        """The loop that the algorithm acts on."""
         return self._progress.loop
 
     @property
@@ -191,12 +191,12 @@ class Solver:
 
     @property
     def state(self) -> Any:
-        """That of the algorithm."""
+        """The state of the algorithm."""
         return self._progress.state
 
     @property
     def continued(self) -> int:
-        """Outer steps that the next `run` counts as its own: those of an interrupted one that it goes on with."""
+        """Outer steps of an interrupted run that the next `run` continues."""
         interrupted = self._progress.interrupted
         return 0 if interrupted is None else self.loop.clock.k - interrupted.first
 
@@ -233,7 +233,7 @@ class Solver:
         self._stopping = True
 
     def _advance(self, most: int = 1, before: Callable[[int], None] = lambda taken: None) -> list[StepResult]:
-        """Take an outer step, or several at once, at most so many, where metrics are due after the last of them alone."""
+        """Take one to `most` outer steps, with metrics due at most after the last."""
         self._progress.whole = False
         if self.metrics is not None:
             most = min(
@@ -317,7 +317,7 @@ class Solver:
         return solution
 
     def _begun(self, rules: Sequence[AbstractStop[Any]]) -> Run:
-        """The run that ends by these rules: a new one, or the interrupted one that it goes on with."""
+        """The run that ends by these rules: a new one, or the interrupted one it continues."""
         progress = self._progress
         if progress.interrupted is not None:
             run = progress.interrupted.resumed(rules, progress.history)
@@ -359,11 +359,11 @@ class Solver:
         return solution
 
     def _ahead(self, run: Run, spent: Spent) -> int:
-        """How many outer steps may be taken before their rows are looked at."""
+        """How many outer steps may be taken before their rows are needed."""
         return min(run.surely(spent), self._checkpoints.steps_to_next(self.loop.clock.k))
 
     def _spent(self, run: Run) -> Spent:
-        """What the run has used up; workers agree on what the first of them says, so that they stop together."""
+        """What the run has used so far. Workers use the numbers of the first, so that they stop together."""
         division = self.loop.division
         used = self.seconds - run.began
         requested = self._stopping and bool(self.history)  # what ends has something to show
@@ -375,7 +375,7 @@ class Solver:
 
     @contextmanager
     def _telling_peers(self) -> Iterator[None]:
-        """An error inside is told to the other processes, so that nobody waits for this one, and the folder is left."""
+        """On an error, inform the other processes so that none waits for this one, and release the folder."""
         try:
             yield
         except BaseException as error:
@@ -384,7 +384,7 @@ class Solver:
             raise
 
     def _finish(self, solution: Solution) -> None:
-        """The run has ended: the processes that served it learn what it found."""
+        """Send the result of the run to the processes that served it."""
 
         def report() -> Report:
             told = {
@@ -409,14 +409,14 @@ class Solver:
         return Solution(self.problem.v.given, self.problem.theta.given, self.history, told["stats"], told["result"])
 
     def solution(self, result: str = "stopped") -> Solution:
-        """What has been found so far."""
+        """The result so far."""
         self._captured.suspend()
         stats = statistics(self.algorithm, self.loop, self.history, self.seconds)
         stats["compile"] = self._captured.stats()
         return Solution(self.problem.v.given, self.problem.theta.given, self.history, stats, result)
 
     def close(self) -> None:
-        """Let go of what the executor holds, and of the folder of the checkpoints."""
+        """Release the executor's resources and the checkpoint folder."""
         self._checkpoints.release()
         if self._unfinished and not self.executor.group.serves:
             self._finish(self.solution())

@@ -1,4 +1,4 @@
-"""A run that gets nowhere: told from one that had nowhere to go, so that only the former is said."""
+"""Detects runs that make no progress although they could."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Trajectory:
         self.last = self.first
 
     def note(self, v: Tensor, row: dict[str, Any], stride: float | None = None) -> None:
-        """One more outer step, to v, with its row of the history; how far that was, where it is known."""
+        """Note an outer step to v with its row of the history, and the distance moved if it is known."""
         self.strides.append(_distance(v, self.last) if stride is None else stride)
         self.last = v
         self.losses.append(row["outer_loss"])
         self.slopes.append(row["hypergradient_norm"])
 
     def remark(self, held: bool = False) -> str | None:
-        """What there is to say of the run, if anything; `held`: a projection may keep v where it is."""
+        """A warning about the run, or None; `held`: a projection may keep v where it is."""
         steps = len(self.losses)
         if steps < SHORTEST:
             return None

@@ -1,4 +1,4 @@
-"""The start of a run: what is looked at and decided before the first outer step."""
+"""The start of a run: checks and decisions before the first outer step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def start(
     randomness: Randomness,
     captured: Captured,
 ) -> Progress:
-    """Claim the folder of the checkpoints, look at the first batches, choose the threads and bring the method to its start."""
+    """Lock the checkpoint folder, check the first batches, choose the threads and initialise the method."""
     with randomness.scope(), set_aside():
         try:
             checkpoints.claim(problem.theta)

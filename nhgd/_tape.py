@@ -1,4 +1,5 @@
-"""What the host does in an outer step whose device work is captured: numbers it makes, numbers it reads, eager sections.
+"""What the host does in an outer step whose device work is captured: numbers it makes, numbers it reads, eager
+sections.
 
 A captured step is replayed without its Python. Whatever the host must still do each time goes through this module: drawing
 batches, following step-size schedules, decomposing factors, reading losses. Without a tape each function here acts at once.
@@ -19,7 +20,8 @@ MORE = "more"  # among notes: a dict that the host computes during each step
 
 
 class Number(float):
-    """A number that the host recomputes in each step: the value in the step being captured, and a function for the others.
+    """A number that the host recomputes in each step: the value in the step being captured, and a function for the
+    others.
 
     Sums, products and quotients with it are Numbers too. A tensor would treat it as a constant, so numbers that the device
     computes with must pass through `on_device` first.
@@ -238,7 +240,9 @@ def host_value(make: Callable[[], T]) -> T:
 
 
 def overlapped(*kept: Tensor | None) -> AbstractContextManager[Overlap]:
-    """A context for work that may overlap with what follows until it is joined; `kept`: the earlier tensors it reads."""
+    """A context for work that may overlap with what follows until it is joined; `kept`: the earlier tensors it
+    reads.
+    """
     if _current.tape is None:
         return nullcontext(_DONE)
     return _current.tape.overlapped(tuple(t for t in kept if t is not None))

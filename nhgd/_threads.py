@@ -63,7 +63,9 @@ def are_chosen() -> bool:
 
 
 def suited(flops: float, device: torch.device) -> int | None:
-    """How many threads suit work whose largest operation takes so many floating-point operations; None: leave them."""
+    """How many threads suit work whose largest operation takes this many floating-point operations; None: leave
+    torch's choice.
+    """
     if device.type != "cpu" or flops > SMALL or torch.get_num_threads() == 1 or are_chosen():
         return None
     return 1
@@ -71,7 +73,7 @@ def suited(flops: float, device: torch.device) -> int | None:
 
 @contextmanager
 def measuring(device: torch.device) -> Iterator[LargestOperation]:
-    """Find out how large the operations inside are, where that can matter; elsewhere they count as endless."""
+    """Measure the size of the operations inside, if it can matter; otherwise report infinity."""
     found = LargestOperation()
     if device.type != "cpu" or torch.get_num_threads() == 1 or are_chosen():
         found.flops = float("inf")
@@ -83,7 +85,7 @@ def measuring(device: torch.device) -> Iterator[LargestOperation]:
 
 @contextmanager
 def limited(threads: int | None) -> Iterator[None]:
-    """Inside, this thread computes on so many threads; afterwards on as many as before. None: nothing changes."""
+    """A context in which this thread computes on `count` threads. None: no change."""
     before = torch.get_num_threads()
     if threads is None or threads == before:
         yield
@@ -120,7 +122,9 @@ def _suited_to(problem: Any, batch: Batch) -> int | None:
 
 
 def suited_to(value: Callable[[], Tensor], leaves: Sequence[Tensor]) -> int | None:
-    """How many threads suit the gradient of a value in some leaves; None: leave them. The caller's random numbers stay."""
+    """How many threads suit the gradient of a value in some leaves; None: leave them. The caller's random numbers
+    stay.
+    """
     device = leaves[0].device
     try:
         with measuring(device) as found:
@@ -134,7 +138,7 @@ def suited_to(value: Callable[[], Tensor], leaves: Sequence[Tensor]) -> int | No
 
 
 def _usual() -> set[int]:
-    """The numbers that torch may have chosen by itself: the cores that this process may use, with or without siblings."""
+    """The thread counts that torch may have chosen itself: the available cores, with or without siblings."""
     if not hasattr(os, "sched_getaffinity"):
         return {_FIRST}  # there is no telling
     mine = os.sched_getaffinity(0)
@@ -142,7 +146,7 @@ def _usual() -> set[int]:
 
 
 def _siblings(core: int) -> str:
-    """What tells a physical core from others."""
+    """What distinguishes physical cores."""
     try:
         return Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text(encoding="ascii")
     except OSError:

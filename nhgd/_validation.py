@@ -1,4 +1,4 @@
-"""What a setting may be, read from its annotation: one check for every class and every function that takes settings.
+"""Validation of settings by their annotations: one check for every class and function that takes settings.
 
 A class of settings inherits from `Validated`, a function is decorated by `validated`. Types are checked first, then what the
 class itself asks of its values; where both would complain, the class's own sentence is the better one and is kept. Numbers
@@ -41,11 +41,11 @@ _WORDS = {
 
 
 def _nothing_more(_: Any) -> None:
-    """What a class asks of its values that asks nothing."""
+    """The default for classes without further checks."""
 
 
 def _checked_first(own: Callable[[Any], None]) -> Callable[[Any], None]:
-    """What a class asks of its values, after their types are known to be right."""
+    """The class's own checks, run after the types of its values."""
 
     @wraps(own)
     def __post_init__(self: Any) -> None:
@@ -159,7 +159,7 @@ def check_settings(thing: Any) -> None:
 
 
 def fitted(value: Any, hint: Any) -> Any:
-    """The value, or the Python number it holds, where the annotation allows it; else `_NOTHING`.
+    """The value, or the Python number it holds, if the annotation allows it; else `_NOTHING`.
 
     What an annotation says of the inside of functions, iterables and mappings is not looked at.
     """
@@ -199,7 +199,7 @@ def fitted(value: Any, hint: Any) -> Any:
 
 
 def number(value: Any) -> Any:
-    """The Python number that a value of NumPy's or a tensor holds; what is no number is left as it is.
+    """The Python number in a NumPy or tensor scalar; other values are unchanged.
 
     >>> number(torch.tensor(0.5)), number("x")
     (0.5, 'x')
@@ -231,7 +231,7 @@ def _number(value: Any, kind: type) -> Any:
 
 
 def _several(value: Any, hint: Any, origin: Any) -> Any:
-    """A sequence, its elements looked at where they lie at hand. A text is none: its letters are never meant."""
+    """A sequence, with its elements checked if they are at hand. Strings do not count as sequences."""
     if isinstance(value, (str, bytes, Mapping)) and origin is not Sequence:
         return _NOTHING
     if isinstance(value, (str, bytes, Tensor)) or not hasattr(value, "__iter__"):
@@ -272,7 +272,7 @@ def _refusal(owner: str, name: str, value: Any, hint: Any) -> InputError:
 
 
 def _words(hint: Any) -> Iterator[str]:
-    """What an annotation allows, in the words of a sentence."""
+    """An annotation in the words of a sentence."""
     origin = get_origin(hint) or hint
     if origin in (Union, UnionType):
         for one in get_args(hint):
@@ -303,7 +303,7 @@ def is_class(value: Any) -> TypeGuard[type]:
 
 
 def shown(value: Any) -> str:
-    """A value in the words of a sentence: as it is written where that is short, else what it is.
+    """A value in the words of a sentence: as written if that is short, else its kind.
 
     >>> shown("x"), shown(int), shown([1, 2])
     ("'x'", 'the class int; give an object of it, int(...)', 'a list')
@@ -366,7 +366,7 @@ def not_negative(owner: str, **values: float) -> None:
 
 
 def counted(owner: str, **values: int) -> None:
-    """Refuse what is not a whole number of at least 1.
+    """Refuse anything but an integer of at least 1.
 
     >>> counted("CG", steps=2.5)
     Traceback (most recent call last):

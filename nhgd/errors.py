@@ -35,7 +35,7 @@ class NhgdError(Exception):
 
 
 class InputError(NhgdError, ValueError):
-    """What was given cannot be used. The message says what was wrong and what to do; the command line exits with 2.
+    """Invalid input. The message says what is wrong and how to fix it; the command line exits with 2.
 
     Attributes:
         unknown: the kind of thing that has no such name, such as "inverse", where that is what was wrong.
@@ -75,7 +75,7 @@ class InverseWarning(UserWarning):
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
-    """The error for a name nobody has heard of, with the nearest known one.
+    """The error for an unknown name, with the nearest known one.
 
     >>> raise unknown("inverse", "cgg", ["cg", "exact"])
     Traceback (most recent call last):
@@ -92,7 +92,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
 
 
 def percent(share: float) -> str:
-    """A share in percent, to two digits, or whole where it has more.
+    """A share in percent, with two digits, or rounded to an integer if it has more.
 
     >>> percent(0.00123), percent(0.5), percent(1.0), percent(4.7)
     ('0.12', '50', '100', '470')

@@ -1,4 +1,4 @@
-"""What the model's outputs parametrise, and so what the Fisher matrix is in output space.
+"""What the model's outputs parametrise, which defines the Fisher matrix in output space.
 
 For a loss l(z) = -log p(y | z) the Fisher matrix of one sample in its outputs z is Lambda = E_y[ dl/dz dl/dz^T ], the
 expectation over the model's own labels. A likelihood gives a root of it, Lambda = sum_k r_k r_k^T, and a random root with
@@ -36,7 +36,7 @@ class AbstractLikelihood(Validated, ABC):
         """
 
     def verify(self, outputs: Tensor, losses: Tensor) -> None:
-        """Refuse losses that are evidently not those of this likelihood; by default nothing is known of them."""
+        """Refuse losses that are evidently not those of this likelihood; by default nothing is checked."""
         return
 
     def sample(self, outputs: Tensor, losses: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class AbstractLikelihood(Validated, ABC):
         return self.signed(outputs, losses, drawn)
 
     def signed(self, outputs: Tensor, losses: Tensor, signs: Callable[[int], Tensor]) -> Tensor:
-        """(1, *outputs.shape): the roots with a sign each, summed. `signs` gives those of K roots, (K, B)."""
+        """The roots with a sign each, summed, (1, *outputs.shape). `signs` gives those of K roots, (K, B)."""
         roots = self.roots(outputs, losses)
         factors = signs(len(roots)).to(roots)
         return (roots * factors.reshape(*factors.shape, *[1] * (roots.ndim - 2))).sum(0, keepdim=True)
@@ -183,7 +183,7 @@ def _same_curvature(likelihood: AbstractLikelihood, outputs: Tensor, losses: Ten
 
 
 def _precise(tensor: Tensor) -> Tensor:
-    """In float32 at least: under autocast outputs have half precision, and what is made of them need not."""
+    """At least float32: under autocast outputs have half precision, but what is computed from them need not."""
     return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -198,7 +198,7 @@ LIKELIHOODS: dict[str, AbstractLikelihood] = {made.name: made for made in (Categ
 
 
 def resolve(likelihood: str | AbstractLikelihood | None) -> AbstractLikelihood | None:
-    """A likelihood from its name or from itself; None where a problem has none."""
+    """A likelihood from its name or from itself; None for None."""
     if not isinstance(likelihood, str):
         return likelihood
     if likelihood not in LIKELIHOODS:

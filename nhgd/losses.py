@@ -1,4 +1,4 @@
-"""What the inner function returns for a batch: `Losses`, with the weights and the outputs kept apart."""
+"""The result of the inner function for a batch: `Losses`, with weights and outputs kept apart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ InnerResult: TypeAlias = "Tensor | tuple[Tensor, Tensor] | Losses"
 
 @dataclass(frozen=True)
 class Losses:
-    """What the inner function returns for a batch of B samples.
+    """The result of the inner function for a batch of B samples.
 
     Args:
         values: the loss of every sample, (B,). A scalar is accepted by the methods that need no per-sample quantity.
@@ -52,7 +52,7 @@ class Losses:
         return self.values.numel() if self.per_sample else common_length(batch) or 1
 
     def outputs_for(self, reader: str) -> Tensor:
-        """The model's outputs, or a sentence that says why `reader` cannot do without."""
+        """The model's outputs; an error that says why `reader` needs them if there are none."""
         if self.outputs is None:
             raise InputError(
                 f"{reader} needs the model's outputs: return nhgd.Losses(values, outputs=...) from inner()."

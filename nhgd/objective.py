@@ -75,10 +75,12 @@ class Pass:
 
 
 class Tap:
-    """What an inner step hands over beside its gradient: here, nothing. A `Recorder` makes a record of it."""
+    """What an inner step yields besides its gradient: here, nothing. A `Recorder` makes a record."""
 
     def passed(self, problem: Bilevel, batch: Batch) -> Pass:
-        """The losses of a batch and their gradient, as an inner step takes them: buffers follow, compiled modules run."""
+        """The losses of a batch and their gradient, as an inner step takes them: buffers follow, compiled modules
+        run.
+        """
         v = None if problem.v.root is not None else [leaf.detach() for leaf in problem.v.leaves]
         losses = problem.losses(batch, None, v)
         problem.heed(losses)
@@ -87,12 +89,12 @@ class Tap:
         return Pass(losses, value.detach(), list(found))
 
     def agree(self, reduction: Reduction) -> None:
-        """Take up what samples elsewhere have shown."""
+        """Adopt what other workers found."""
 
     def record(
         self, batch: Batch, found: Pass, gradient: Sequence[Tensor], reduction: Reduction | None = None
     ) -> InnerRecord | None:
-        """The record of a pass, whose gradient is that of the whole batch by now. May raise `found.passes`."""
+        """The record of a pass, given the gradient of the whole batch. May raise `found.passes`."""
         return None
 
 
@@ -101,7 +103,7 @@ NO_TAP = Tap()
 
 @contextmanager
 def twice_differentiable() -> Iterator[None]:
-    """Where a gradient is differentiated: a sentence in place of torch's, where it has no second derivative of something."""
+    """A context in which a gradient is differentiated, with a clear error if an operation has no second derivative."""
     try:
         yield
     except NotImplementedError as error:
@@ -162,13 +164,13 @@ class Objective:
 
     @contextmanager
     def drawing(self, live: bool = False) -> Iterator[None]:
-        """The setting of one pass, in which dropout is that of the seed. `live`: buffers follow."""
+        """The context of one pass, with dropout from the seed. `live`: buffers are updated."""
         with set_aside(), self.problem.guarded(self.seed or 0, live):
             yield
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """The random numbers of an inner step: as the generators stand, or from the seed on."""
+        """The random numbers of an inner step: from the run's generators, or from the seed."""
         if self.seed is not None:
             torch.manual_seed(self.seed)
         yield
@@ -224,7 +226,7 @@ class Objective:
             calls.samples += (self.samples or 1) * passes
 
     def step(self, tap: Tap = NO_TAP, calls: OracleCalls | None = None) -> InnerStep:
-        """The gradient of an inner step, with what a tap makes of it: buffers follow, and hooks of the user's run.
+        """The gradient of an inner step, with the result of a tap: buffers are updated, and the user's hooks run.
 
         The value and the gradient are those of the batch, and the record that of the samples here.
         """
@@ -243,7 +245,7 @@ class Objective:
         return InnerStep(gradient, found.value + ridge, record)
 
     def passed(self, tap: Tap) -> Pass:
-        """The pass of an inner step, its value and gradient those of the batch."""
+        """The pass of an inner step, with the value and gradient of the batch."""
         return tap.passed(self.problem, self.batch)
 
     @torch.no_grad()
@@ -325,7 +327,9 @@ class Objective:
 
 
 class OuterObjective:
-    """The outer loss on one batch, with a seed of its own. As of `Objective`, an answer is the `summed` terms found here."""
+    """The outer loss on one batch, with a seed of its own. As of `Objective`, an answer is the `summed` terms found
+    here.
+    """
 
     def __init__(self, problem: Bilevel, batch: Batch, seed: int = 0) -> None:
         self.problem = problem
@@ -350,7 +354,7 @@ class OuterObjective:
 def _with_ridge(
     data: Sequence[Tensor | None], coefficients: Sequence[Tensor | float], leaves: Sequence[Tensor]
 ) -> list[Tensor]:
-    """The gradient with that of the ridge, one tensor a leaf."""
+    """The gradient including that of the ridge, one tensor for each leaf."""
     first, given = coefficients[0], [g for g in data if g is not None]
     alike = isinstance(first, float) and first > 0 and all(c is first for c in coefficients)
     if alike and len(given) == len(leaves) and leaves[0].device.type == "cuda":

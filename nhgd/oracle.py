@@ -67,7 +67,7 @@ class Oracle:
     def over(
         cls, objectives: Sequence[Objective], outer: OuterObjective | None = None, calls: OracleCalls | None = None
     ) -> Oracle:
-        """The mean of given objectives, each with the dropout of its own seed. All of them sum their terms alike."""
+        """The mean of given objectives, each with its own seed."""
         made = cls.__new__(cls)
         made._ask(objectives, outer, calls)
         return made
@@ -118,7 +118,7 @@ class Oracle:
         return Ridge(self.problem.ridge_diagonal() if number is None else number).plus(self.damping)
 
     def damp(self, damping: float) -> None:
-        """Let all matrices here be those of the inner objective plus damping / 2 |theta - theta_now|^2."""
+        """Add damping / 2 |theta - theta_now|^2 to the inner objective of all products here."""
         self.damping = damping
         self.__dict__.pop("ridge", None)  # that of before
 
@@ -246,7 +246,7 @@ class Oracle:
         return self._damped(self._sum([total])[0], vectors)
 
     def prepare(self) -> None:
-        """All of the next product that does not need its vector, where one batch allows to keep it."""
+        """Prepare the next product as far as it does not need the vector, if one batch allows it."""
         if len(self.objectives) == 1:
             with self.objectives[0].drawing():
                 self._graph(self.objectives[0])

@@ -1,4 +1,4 @@
-"""What is solved: `Bilevel`, two functions of (theta, v, batch) and a ridge.
+"""The problem: `Bilevel`, two functions of (theta, v, batch) and a ridge.
 
     min over v of  Phi(v) = f(v, theta*(v)),
     theta*(v) = argmin over theta of  mean_i( w_i l_i ) + sum( l2 * theta^2 )
@@ -91,7 +91,7 @@ class Bilevel:
                 raise InputError(f"theta and v share the memory of {name!r}; each needs tensors of its own.")
 
     def losses(self, batch: Batch, theta: Sequence[Tensor] | None = None, v: Sequence[Tensor] | None = None) -> Losses:
-        """Evaluate the inner function at the given leaves (default: the current ones) and check what it returns."""
+        """Evaluate the inner function at the given leaves (default: the current ones) and check its result."""
         with self.theta.view(theta) as theta_given, self.v.view(v) as v_given:
             try:
                 with as_given():
@@ -158,7 +158,7 @@ class Bilevel:
         return torch.stack([t.to(self.theta.dtype) for t in terms]).sum()
 
     def ridge_number(self) -> float | None:
-        """2 * l2, in theta's precision, where it is the same for every coordinate and does not depend on v."""
+        """2 * l2, in theta's precision, if it is the same for every coordinate and does not depend on v."""
         if callable(self.l2) or any(leaf.dtype != self.theta.dtype for leaf in self.theta.leaves):
             return None
         if self._ridge is None or self._ridge[0] != self.l2:  # rounded once, because rounding asks a tensor
@@ -182,7 +182,7 @@ class Bilevel:
         return self.losses(batch, theta, v).mean() + self.ridge(theta, v)
 
     def sizes(self, batches: Sequence[Batch]) -> list[int]:
-        """How many samples each of several batches has, by which they count. Where a batch does not show it, its losses do."""
+        """The weights of several batches: their numbers of samples. If a batch does not show it, its losses do."""
         found = [common_length(batch) for batch in batches]
         if None in found:
             with self.guarded(seed=0), torch.no_grad():
@@ -226,7 +226,7 @@ class Bilevel:
 
     @contextmanager
     def guarded(self, seed: int | None = None, live: bool = False) -> Iterator[None]:
-        """The setting of every pass other than an inner step.
+        """The context of every pass other than an inner step.
 
         Buffers and training flags stay as they were, unless the pass is `live`: one that is an inner step as well. With a
         seed, dropout is drawn from it and the caller's generators are left alone, so that the same pass can be replayed.
@@ -242,7 +242,7 @@ class Bilevel:
             yield
 
     def refuse_inference(self) -> None:
-        """Refuse to begin where torch takes no derivatives."""
+        """Refuse to start in torch's inference mode."""
         if torch.is_inference_mode_enabled():
             raise InputError(
                 "torch.inference_mode is on, and inside it no derivative can be taken. Leave that block first; torch.no_grad does"
@@ -313,7 +313,9 @@ class Bilevel:
     def _say_unused(
         self, in_theta: Gradients, in_v: Gradients, outer_in_theta: Gradients, outer_in_v: Gradients
     ) -> None:
-        """Warn of what would stay where it is without a word. Frozen tensors are no leaves, and rightly stay."""
+        """Warn about parameters that would silently stay unchanged. Frozen tensors are not leaves and cause no
+        warning.
+        """
         idle = [
             name
             for name, *found, leaf in zip(self.v.names, in_v, outer_in_v, self.v.leaves, strict=True)
@@ -344,7 +346,7 @@ class Bilevel:
 
     @torch.no_grad()
     def check_ridge(self) -> None:
-        """Refuse an l2(v) below 0, naming the parameter; a number was looked at when it was given."""
+        """Refuse an l2(v) below 0, naming the parameter; a constant was checked when it was given."""
         if not callable(self.l2):
             return
         device = self.theta.device

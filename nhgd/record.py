@@ -1,4 +1,4 @@
-"""What an inner step hands over: its gradient, and a record of what it computed on the way.
+"""What an inner step yields: its gradient, and a record of its computation.
 
 Scale. With the objective mean_i( w_i l_i ) the empirical Fisher matrix is F = mean_i w_i s_i s_i^T, where s_i is the
 gradient of l_i. All records hold rows that satisfy F = (1/B) rows^T rows, the ridge left out. For the exact and the
@@ -28,7 +28,9 @@ BATCH_OBJECTIVE = "of the batch objective"  # statistics, where BatchNorm in tra
 
 
 class Pool(Protocol):
-    """Whoever holds the same numbers, and divides independent work on them; all must ask for the same work."""
+    """A group of workers that hold the same numbers and divide independent work on them; all must request the same
+    work.
+    """
 
     def map(self, likes: Sequence[Tensor], costs: Sequence[float], make: Callable[[int], Tensor]) -> list[Tensor]:
         """Tensor i, shaped as `likes[i]`, from `make(i)`: each is made once, and all have it."""
@@ -38,12 +40,12 @@ class Pool(Protocol):
 
 
 class Reduction(ABC):
-    """How what is found on the samples of a record becomes what their whole batch gives, where others are elsewhere."""
+    """How results of the samples of a record become those of the whole batch, if other workers hold the rest."""
 
     @property
     @abstractmethod
     def pool(self) -> Pool:
-        """Whoever holds the other samples."""
+        """The workers with the other samples."""
 
     @abstractmethod
     def total(self, samples: int) -> int:
@@ -55,7 +57,9 @@ class Reduction(ABC):
 
     @abstractmethod
     def chosen(self, samples: Tensor) -> tuple[Tensor, int, Reduction]:
-        """Of some samples of the batch, by rising numbers: those here, how many come before them, and the reduction of these alone."""
+        """Of some samples of the batch, by rising numbers: those here, how many come before them, and the reduction
+        of these alone.
+        """
 
     @abstractmethod
     def extremes(self, low: float, high: float) -> tuple[float, float]:
@@ -109,7 +113,7 @@ class Convolution(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> Convolution | None:
-        """That of a Conv2d; None of any other layer."""
+        """The geometry of a Conv2d; None for other layers."""
         if not isinstance(module, nn.Conv2d):
             return None
         zeros = module.padding_mode == "zeros"
@@ -227,12 +231,12 @@ def gathered(record: InnerRecord) -> InnerRecord:
 
 
 def reduction_of(record: InnerRecord) -> Reduction | None:
-    """That of a record of samples; the gradient of a batch is that of all of it already."""
+    """The reduction of a record of samples; the gradient of a batch needs none."""
     return None if isinstance(record, BatchGradient) else record.reduction
 
 
 def pool_of(record: InnerRecord) -> Pool | None:
-    """Whoever divides the work on a record; None where nobody else has a part in it."""
+    """The pool that divides the work on a record; None for a single worker."""
     reduction = reduction_of(record)
     return None if reduction is None else reduction.pool
 

@@ -42,7 +42,7 @@ class Ridge:
         return self if damping == 0 else Ridge(self.value + damping)
 
     def diagonal(self, size: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """(D,) for D = `size`, on a device; None: where it is."""
+        """(D,) for D = `size`, on a device; None: on its own."""
         if isinstance(self.value, float):
             value = tape.on_device(self.value)
             if isinstance(value, Tensor):
@@ -51,7 +51,7 @@ class Ridge:
         return self.value.to(device=device, dtype=dtype)
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """What stands for it in a message: 0-dimensional, in the host's memory, or (D,)."""
+        """Its tensor in a message: 0-dimensional, in main memory, or (D,)."""
         if isinstance(self.value, float):
             return torch.tensor(self.value, dtype=dtype)
         return self.value.detach()

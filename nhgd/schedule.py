@@ -18,7 +18,7 @@ from nhgd.errors import InputError
 
 @dataclass
 class Clock:
-    """Where a run stands.
+    """The position of a run.
 
     Attributes:
         t: the inner step within the current outer step, from 0.

@@ -23,7 +23,7 @@ FALL = 1e-4  # of the outer loss: by how much it must fall for a plateau to end
 
 @dataclass(frozen=True)
 class Spent:
-    """What a run has used up so far.
+    """What a run has used so far.
 
     Attributes:
         steps: outer steps.
@@ -63,14 +63,14 @@ class AbstractStop(Validated, ABC, Generic[S]):
         """Whether the run ends here."""
 
     def fraction(self, spent: Spent) -> float:
-        """The part of the run that is over, 0 to 1, which schedules follow; 0 where the rule cannot tell."""
+        """The completed part of the run, 0 to 1, which schedules follow; 0 if the rule cannot tell."""
         return 0.0
 
 
 @final
 @dataclass(frozen=True)
 class Steps(AbstractStop[None]):
-    """So many outer steps.
+    """Stop after `count` outer steps.
 
     >>> rule = Steps(10)
     >>> rule.holds(Spent(steps=9, seconds=0.0), None), rule.fraction(Spent(steps=9, seconds=0.0))
@@ -95,7 +95,7 @@ class Steps(AbstractStop[None]):
 @final
 @dataclass(frozen=True)
 class Budget(AbstractStop[None]):
-    """So many seconds of solving; metrics and checkpoints do not count."""
+    """Stop after `limit` seconds of solving; metrics and checkpoints do not count."""
 
     name: ClassVar[str] = "budget"
     clocked: ClassVar[bool] = True
@@ -188,7 +188,7 @@ def chosen(
 
 
 class Run:
-    """One call of `Solver.run`: its rules with their states, and where it began.
+    """One call of `Solver.run`: its rules with their states, and its start.
 
     Args:
         rules: in the order in which they are asked.
@@ -204,7 +204,7 @@ class Run:
 
     @property
     def clocked(self) -> bool:
-        """Whether a rule looks at the clock."""
+        """Whether a rule reads the clock."""
         return any(rule.clocked for rule in self.rules)
 
     def note(self, row: Row) -> None:
@@ -217,7 +217,7 @@ class Run:
         return next((rule.name for rule, state in pairs if rule.holds(spent, state)), None)
 
     def surely(self, spent: Spent) -> int:
-        """How many more outer steps may be taken before the rules must be asked: one, where they look at each row."""
+        """How many more outer steps may be taken before the rules must be checked; one if they read each row."""
         left = 2**30
         for rule in self.rules:
             if isinstance(rule, Steps):
@@ -231,7 +231,7 @@ class Run:
         return max(rule.fraction(spent) for rule in self.rules)
 
     def kept(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: plain numbers. Of rules that are not of this file, the name alone."""
+        """The run as plain numbers, for a checkpoint. Rules from outside this file are stored by name only."""
         rules = [
             {"name": rule.name, "settings": asdict(rule) if type(rule) is _OWN.get(rule.name) else None}
             for rule in self.rules[:-1]
@@ -241,7 +241,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """A run that a checkpoint was written in: where it began, and its rules.
+    """A run that a checkpoint was written in: its start and its rules.
 
     Attributes:
         first, began: as of `Run`.
@@ -266,7 +266,7 @@ class Interrupted:
         )
 
     def resumed(self, rules: Sequence[AbstractStop[Any]], history: Iterable[Row]) -> Run:
-        """The run that goes on: by its own rules unless others are given, with all that was done before counted."""
+        """The resumed run: with its own rules unless others are given, and all earlier work counted."""
         if not rules and self.lost:
             raise InputError(
                 f"A checkpoint cannot keep the stop rule {' and '.join(self.lost)} of the interrupted run. Give the rules again:"

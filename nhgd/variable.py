@@ -1,4 +1,4 @@
-"""What is optimised: a tensor, a dict of tensors or a module, seen as one flat vector.
+"""A variable: a tensor, a dict of tensors or a module, seen as one flat vector.
 
 The functions a user writes receive the kind of object that was given. Inside, every linear solve works on flat vectors
 of shape (D,), so a `Variable` translates between the two and is the only place that knows the three kinds apart.
@@ -21,7 +21,7 @@ Like: TypeAlias = "Tensor | dict[str, Tensor]"
 
 
 class Variable:
-    """theta or v: its trainable leaves, in a fixed order, and the way back to what the user gave.
+    """theta or v: its trainable leaves, in a fixed order, and the conversion back to what the user gave.
 
     Args:
         given: a tensor, a dict of tensors or a module. Parameters of a module that do not require a gradient are frozen.
@@ -129,7 +129,7 @@ class Variable:
 
     @contextmanager
     def view(self, tensors: Sequence[Tensor] | None = None) -> Iterator[Given]:
-        """Yield what the user's functions expect, holding `tensors` in place of the leaves (default: the leaves).
+        """Yield what the user's functions expect, with `tensors` in place of the leaves (default: the leaves).
 
         A compiled module that is to hold other tensors is yielded uncompiled. Casts that autocast has kept are dropped:
         the leaves may have moved since, or tensors of another pass may have stood in their place.
@@ -154,7 +154,7 @@ class Variable:
 
     @contextmanager
     def nearby(self, part: float = 0.1) -> Iterator[None]:
-        """Inside, every entry stands a part of its size away: what is zero by accident or by design is not zero there.
+        """A context in which every entry is moved by a part of its size, so that nothing is zero by accident or design.
 
         Signs stay, because a variance or a rate is positive. A zero moves by a part of the others' size. The leaves are the same objects, in backward passes too, and get their own memory back. Draws from torch's generator.
         """
@@ -211,7 +211,7 @@ class Variable:
         return {} if self.root is None else dict(self.root.named_buffers())
 
     def frozen(self) -> dict[str, Tensor]:
-        """What is not trained, by name."""
+        """Entries that are not trained, by name."""
         if self.root is None:
             return self._frozen
         return {name: p for name, p in self.root.named_parameters() if not p.requires_grad}
@@ -240,11 +240,13 @@ class Variable:
             leaf.copy_(part)
 
     def like(self, tensors: Sequence[Tensor]) -> Like:
-        """Tensors in the shape of what was given: a tensor for a tensor, a dict by name otherwise."""
+        """Tensors in the form that was given: a tensor for a tensor, a dict by name otherwise."""
         return tensors[0] if isinstance(self.given, Tensor) else dict(zip(self.names, tensors, strict=True))
 
     def own(self) -> list[Tensor]:
-        """The user's own tensors behind the leaves: a plain tensor is trained through an alias that requires a gradient."""
+        """The user's own tensors behind the leaves: a plain tensor is trained through an alias that requires a
+        gradient.
+        """
         if isinstance(self.given, Tensor):
             return [self.given]
         return [self.given[name] for name in self.names] if isinstance(self.given, dict) else list(self.leaves)
@@ -262,7 +264,7 @@ class Variable:
         return own
 
     def slices(self) -> dict[str, slice]:
-        """Where each leaf lies in the flat vector."""
+        """The slice of each leaf in the flat vector."""
         places, start = {}, 0
         for name, size in zip(self.names, self.sizes, strict=True):
             places[name] = slice(start, start + size)

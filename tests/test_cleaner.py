@@ -179,7 +179,7 @@ def test_probabilities_may_be_handed_in():
 def test_models_that_cannot_be_are_sentences():
     X, y = np.random.default_rng(0).normal(size=(40, 2)), np.arange(40) % 2
     for model, sentence in (
-        ("linear", "model must be None, an nn.Module or a classifier"),
+        ("linear", "model must be None, an nn.Module or a scikit-learn classifier"),
         (RandomForestClassifier, "model must be None"),
         (RidgeClassifier(), "with predict_proba"),
         (torch.nn.Linear(3, 2), r"does not take samples of shape \(B, 2\)"),

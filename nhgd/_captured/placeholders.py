@@ -44,7 +44,9 @@ class StepValues:
         return leaf
 
     def info(self, info: StepInfo, deferred: Sequence[tape.Deferred]) -> StepInfo:
-        """What the step reports, after the deferred work of the host, in order. It raises what an eager step would have."""
+        """What the step reports, after the deferred work of the host, in order. It raises what an eager step would
+        have.
+        """
         for later in deferred:
             try:
                 self.of(later)

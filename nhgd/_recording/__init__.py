@@ -1,1 +1,1 @@
-"""How the record of an inner step is made: taps on layers, checks of them, and passes for what no layer tells."""
+"""Recording of an inner step: taps on layers, their verification, and passes for parameters outside layers."""

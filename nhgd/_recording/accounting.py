@@ -51,7 +51,7 @@ class Call(LayerCall):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the module computes what its class does, and so what a layer's record says."""
+        """Whether the module computes what its class defines, so that a layer record applies."""
         module, kind = self.module, type(self.module)
         if "forward" in vars(module):
             return False
@@ -76,7 +76,7 @@ def held(module: nn.Module, name: str) -> Tensor | None:
 
 
 def walked(roots: Iterable[Tensor | None], calls: Sequence[Call], names: Mapping[int, str]) -> Graph:
-    """Walk the graph of some tensors; `names` are those of theta's leaves, by identity."""
+    """Walk the graph of some tensors; `names` are the leaves of theta, by identity."""
     plain = {call.edge.node: call.source for call in calls if call.is_plain}
     child: Any
     end: Any
@@ -110,7 +110,7 @@ def walked(roots: Iterable[Tensor | None], calls: Sequence[Call], names: Mapping
 
 
 def elsewhere(calls: Sequence[Call], uses: Counter[str]) -> set[str]:
-    """Parameters whose gradient is not that of one layer alone, as far as the graph tells."""
+    """Parameters whose gradient comes from more than one layer, or from outside of layers, according to the graph."""
     inside = Counter(name for call in calls if not call.is_plain for name in (call.weight, call.bias))
     found = {name for name, count in uses.items() if count > inside[name]}
     layers: dict[str, tuple[str | None, nn.Module]] = {}
@@ -125,7 +125,7 @@ def elsewhere(calls: Sequence[Call], uses: Counter[str]) -> set[str]:
 
 
 def fits(layer: LayerRecord, gradients: Mapping[str, Tensor | None]) -> tuple[bool, bool]:
-    """Whether scores as the backward pass gave them add up to the gradient of the layer, and whether they say anything.
+    """Whether the scores of the backward pass add up to the gradient of the layer, and whether that is informative.
 
     Scores or inputs that are all zero say nothing, unless the gradient is not zero.
     """
@@ -151,7 +151,7 @@ def fits(layer: LayerRecord, gradients: Mapping[str, Tensor | None]) -> tuple[bo
 
 
 def check_independent(values: Tensor, calls: Sequence[Call], scores: Scores) -> set[str]:
-    """Refuse samples that influence each other; the weights of the layers at which this could be seen.
+    """Refuse samples that influence each other; returns the weights of the layers that could show it.
 
     Args:
         values: the loss of every sample, with its graph.

@@ -52,7 +52,9 @@ class FisherRoots:
         return self.likelihood is None
 
     def of(self, outputs: Tensor, losses: Tensor, reduction: Reduction | None) -> Tensor:
-        """The roots, or random ones with their second moment, (K, B, ...). With "auto" they draw nothing from the run."""
+        """The roots, or random ones with their second moment, (K, B, ...). With "auto" they draw nothing from the
+        run.
+        """
         likelihood = self.likelihood
         assert likelihood is not None
         if not self._optional:

@@ -1,4 +1,4 @@
-"""BatchNorm that normalises by the statistics of its batch, and so lets samples influence each other.
+"""BatchNorm with batch statistics, through which samples influence each other.
 
 The gradient of one sample is not defined there, and the batch objective is all there is. Its score at a sample's place in a
 layer, taken through the statistics of the batch, is what K-FAC, EKFAC and the diagonal learn from. With weights it is the score
@@ -28,7 +28,9 @@ def normalises_by_batch(module: nn.Module) -> TypeGuard[_BatchNorm]:
 
 @dataclass(eq=False)
 class NormCall:
-    """One call of such a BatchNorm: its input, the names of its weight and bias in theta, and where its output was made."""
+    """One call of such a BatchNorm: its input, the names of its weight and bias in theta, and where its output was
+    made.
+    """
 
     module: _BatchNorm
     weight: str | None
@@ -51,7 +53,8 @@ class NormCall:
         return plain and self.input.shape[0] == samples
 
     def rows(self, scores: Sequence[Tensor | None], scale: Tensor) -> dict[str, Tensor]:
-        """What each sample adds to the gradient of the weight and of the bias, (K B, C) each, from K scores of the output.
+        """What each sample adds to the gradient of the weight and of the bias, (K B, C) each, from K scores of the
+        output.
 
         sum_t g_it n_it for the weight and sum_t g_it for the bias, n the normalised input.
         """
@@ -86,7 +89,7 @@ def summed_rows(calls: Iterable[tuple[NormCall, Sequence[Tensor | None]]], scale
 
 @contextmanager
 def held_statistics() -> Iterator[None]:
-    """Inside, BatchNorm takes the statistics of a batch for constants: samples that still influence each other do so otherwise."""
+    """A context in which BatchNorm treats the statistics of a batch as constants, so that any other coupling shows."""
     before: dict[_BatchNorm, tuple[bool, Tensor | None, Tensor | None]] = {}
 
     def put(module: _BatchNorm, training: bool, mean: Tensor | None, variance: Tensor | None) -> None:

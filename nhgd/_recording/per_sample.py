@@ -92,7 +92,8 @@ class OneSampleGradients:
         return _weighted(torch.stack(found).to(_precision(theta.dtype)), losses)
 
     def _influence(self, batch: Batch) -> str | None:
-        """How a first or last sample has another loss in other company: alone, or among copies of itself; None: it has not.
+        """How the loss of the first or last sample changes if it is alone or among copies of itself; None if it does
+        not.
 
         This is asked at a theta nearby: where losses vanish, as at a perfect fit, there would be nothing to see but rounding.
         """
@@ -216,7 +217,7 @@ def _samples(batch: Batch) -> int:
 
 
 def _scalar(losses: Losses, seed: Tensor | None) -> Tensor:
-    """What is differentiated for one sample: its loss, or its outputs along a root."""
+    """The scalar to differentiate for one sample: its loss, or its outputs along a root."""
     if seed is None:
         return losses.values.sum()
     assert losses.outputs is not None

@@ -38,7 +38,7 @@ class Recognition:
 
 
 def recognise(weighing: Weighing, objective: Objective, in_step: bool) -> Recognition:
-    """Look at one batch, at a theta nearby, where nothing is zero by accident. Draws nothing and counts nothing.
+    """Examine one batch at a nearby theta, where nothing is zero by accident. Draws nothing and counts nothing.
 
     Args:
         in_step: whether the cross derivative is to come from the passes of inner steps, or from passes of its own.
@@ -57,7 +57,7 @@ def recognise(weighing: Weighing, objective: Objective, in_step: bool) -> Recogn
 
 
 def _compared(weighing: Weighing, objective: Objective, in_step: bool) -> Recognition:
-    """The cross derivative along a random vector, beside the one from the gradient's graph."""
+    """Compare the cross derivative along a random vector with that from the gradient's graph."""
     theta = weighing.problem.theta
     role = _role(weighing, objective)
     if role == "other":

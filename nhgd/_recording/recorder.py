@@ -88,7 +88,7 @@ class Recorder(Tap):
         self.sampling: Sampling | None = None  # how much the next record of layers takes; None: everything
 
     def memory(self) -> dict[str, Any]:
-        """What was found out about the model that later records depend on, as plain values."""
+        """What later records depend on, as plain values."""
         found = {"slow": self._others.slow, "noisy": self._others.noisy, "batch_objective": self.batch_objective}
         return self.verification.memory() | found | self.roots.memory()
 
@@ -105,7 +105,7 @@ class Recorder(Tap):
 
     @override
     def passed(self, problem: Bilevel, batch: Batch) -> TappedPass:
-        """One forward and one backward pass over a batch, and a look at layers that are new."""
+        """One forward and one backward pass over a batch, with verification of new layers."""
         return self.watched(batch)
 
     def watched(self, batch: Batch, weighing: SeedRule | None = None, gradient: bool = True) -> TappedPass:
@@ -126,7 +126,8 @@ class Recorder(Tap):
         return found
 
     def passed_already(self, losses: Losses, calls: Sequence[Call | NormCall]) -> TappedPass:
-        """The same for losses that were computed before, from calls of layers that were noted then. Their graph is kept.
+        """The same for losses that were computed before, from calls of layers that were noted then. Their graph is
+        kept.
 
         It is verified where it stands, because it cannot be computed again elsewhere; rows that layers do not give are taken
         from it, by a backward pass for each sample.
@@ -140,7 +141,7 @@ class Recorder(Tap):
         return found
 
     def _differentiate(self, found: TappedPass, keep: bool, gradient: bool = True) -> None:
-        """The gradient of the mean loss and the scores of the layers, from one backward pass where that is enough."""
+        """The gradient of the mean loss and the scores of the layers, from a single backward pass if possible."""
         value = found.losses.mean()
         leaves, constant = self.problem.theta.leaves, self._constant(found)
         if found.seeds is not None and not gradient:
@@ -159,7 +160,9 @@ class Recorder(Tap):
         found.value = value.detach()
 
     def _needs_graph(self, found: TappedPass) -> bool:
-        """Whether the graph is needed after the gradient: for the roots of a likelihood, or for rows of this very pass."""
+        """Whether the graph is needed after the gradient: for the roots of a likelihood, or for rows of this very
+        pass.
+        """
         if self.roots.likelihood is not None or not (self.taps.layers and (self.couples or found.batch_objective)):
             return self.roots.likelihood is not None
         others, open_to_doubt = self._others, found.elsewhere | self.verification.unaccounted
@@ -169,7 +172,7 @@ class Recorder(Tap):
         return not covered and (found.batch_objective or found.drawn or others.noisy or not others.compared)
 
     def _constant(self, found: TappedPass) -> Tensor | None:
-        """What scores are taken of where it is not the mean loss: that with constant weights, where they depend on theta.
+        """What to take scores of if not the mean loss: the mean with constant weights, if they depend on theta.
 
         In the batch objective a sample's score is not its weight times something, so the roots of the weights are put in.
         """
@@ -183,7 +186,7 @@ class Recorder(Tap):
         return replace(losses, weights=weights.detach()).mean()
 
     def _takes_roots(self, found: TappedPass) -> bool:
-        """Whether no scores but those of a likelihood's roots are of use, if it is that of the losses."""
+        """Whether only the scores of the likelihood's roots are needed, provided the likelihood fits the losses."""
         return self.roots.likelihood is not None and all(call.is_plain for call in found.calls)
 
     def _hold_constant(self, found: TappedPass, constant: Tensor, keep: bool) -> None:
@@ -198,7 +201,7 @@ class Recorder(Tap):
 
     @override
     def agree(self, reduction: Reduction) -> None:
-        """Take up which parameters samples elsewhere met outside their layers."""
+        """Adopt the parameters that other workers saw outside of layers."""
         known = self.verification.unaccounted
         self.verification.unaccounted = reduction.union(known, self.problem.theta.names)
 
@@ -238,7 +241,7 @@ class Recorder(Tap):
         return PerSampleGradients(self._joined(layers, others, rows), here, reduction)
 
     def of_layers(self, seen: Sequence[tuple[LayerCall | NormCall, Tensor]]) -> InnerRecord:
-        """The record of a loss of which nothing is known but the layers it came through; taken for a mean over samples."""
+        """The record of a loss of which only the layers are known; it is taken to be a mean over samples."""
         self.roots.fall_back()
         if self.roots.likelihood is not None:
             raise InputError(
@@ -274,7 +277,9 @@ class Recorder(Tap):
         return reduction.mean([torch.zeros_like(p) if g is None else g for g, p in pairs])
 
     def _columns(self, found: TappedPass, reduction: Reduction | None) -> tuple[Tensor | None, list[Scores]]:
-        """The roots of the likelihood in output space, (K, B, ...), or None; and the scores of each, or of the losses."""
+        """The roots of the likelihood in output space, (K, B, ...), or None; and the scores of each, or of the
+        losses.
+        """
         losses = found.losses
         if losses.outputs is None:
             self.roots.fall_back()

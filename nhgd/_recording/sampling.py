@@ -103,7 +103,7 @@ def _places(convolution: Convolution | None, score: Tensor) -> int:
 def _at_places(
     convolution: Convolution | None, x: Tensor, scores: Sequence[Tensor], places: Tensor, count: int
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What a call saw, (B, S, in), and its scores, (B, S, out) each, at these places of each sample, (B, S)."""
+    """The inputs of a call, (B, S, in), and its scores, (B, S, out), at these places of each sample, (B, S)."""
     sample = torch.arange(len(x), device=x.device)[:, None]
     factor = (count / places.shape[1]) ** 0.5  # the factor of scores sums over places
     if convolution is None:
@@ -115,7 +115,7 @@ def _at_places(
 
 
 def _patches(convolution: Convolution, x: Tensor, top: Tensor, left: Tensor) -> Tensor:
-    """What the places at these rows and columns of the output see, (B, S, in * kernel): no other patch is laid out."""
+    """The patches at these rows and columns of the output, (B, S, in * kernel), without unfolding any other."""
     if convolution.border is not None:
         x = F.pad(x, convolution.border, mode=convolution.mode)
     if any(convolution.padding):

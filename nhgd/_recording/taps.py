@@ -32,7 +32,7 @@ from nhgd.record import Convolution, LayerRecord
 
 @dataclass
 class TappedPass(Pass):
-    """A pass over a batch, and what was seen of it.
+    """A pass over a batch, with its layers.
 
     Attributes:
         calls: of layers.
@@ -62,7 +62,7 @@ class TappedPass(Pass):
 
     @property
     def edges(self) -> list[Any]:
-        """Where the outputs of the layers, and of the norms, were made."""
+        """The edges of the graph at the outputs of layers and norms."""
         return [*(call.edge for call in self.calls), *(norm.edge for norm in self.norms)]
 
 
@@ -88,7 +88,7 @@ class Taps:
         self.shapes = {name: leaf.shape for name, leaf in zip(theta.names, theta.leaves, strict=True)}
 
     def forward(self, batch: Batch, in_v: bool = False) -> TappedPass:
-        """The losses of a batch, the layers they went through, and what their graph tells of both; `in_v`: it reaches v."""
+        """The losses of a batch, its layers and their graph. `in_v`: the graph reaches v."""
         problem, theta = self.problem, self.problem.theta
         v: Sequence[Tensor] | None = [leaf if in_v else leaf.detach() for leaf in problem.v.leaves]
         if problem.v.root is not None:
@@ -104,7 +104,7 @@ class Taps:
         return self.seen(losses, noted, drawn=before is not None and before != state_bytes(theta.device))
 
     def seen(self, losses: Losses, noted: Sequence[Call | NormCall], drawn: bool) -> TappedPass:
-        """Losses with the calls that led to them, in their order, and what their graph tells."""
+        """The same for given losses and the calls that led to them, in order."""
         calls = [call for call in noted if isinstance(call, Call)]
         norms = [call for call in noted if isinstance(call, NormCall) and call.edge is not None]
         found = TappedPass(losses, losses.values.new_zeros(()), [], calls=calls, norms=norms, drawn=drawn)
@@ -129,7 +129,8 @@ class Taps:
 
     @contextmanager
     def noting(self) -> Iterator[list[Call | NormCall]]:
-        """Note every call of a Linear or Conv2d that holds a parameter of theta, and of a BatchNorm, inside this block alone.
+        """Note every call of a Linear or Conv2d that holds a parameter of theta, and of a BatchNorm, inside this
+        block alone.
 
         The block is the forward pass and no more: activation checkpointing calls modules again in the backward pass.
         """
@@ -152,7 +153,7 @@ class Taps:
             handle.remove()
 
     def call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Call | NormCall | None:
-        """A call of a Linear or Conv2d that holds a parameter of theta, or of a BatchNorm; None for any other module."""
+        """A call of a Linear or Conv2d that holds a parameter of theta, or of a BatchNorm; None for other modules."""
         if self.norms and normalises_by_batch(module) and args and torch.is_grad_enabled():
             weight, bias = (self.names.get(id(held(module, name))) for name in ("weight", "bias"))
             edge = get_gradient_edge(output) if output.requires_grad else None
@@ -173,7 +174,7 @@ class Taps:
         return Call(module, name, bias, given.detach(), output.shape, source, get_gradient_edge(made))
 
     def layer_records(self, calls: Sequence[LayerCall], columns: Sequence[Scores], scale: Tensor) -> list[LayerRecord]:
-        """Calls and their scores, one column a root, layer by layer; `scale`, (B,), is that of `scale_of`."""
+        """Calls and their scores, one column for each root, by layer; `scale`, (B,), is that of `scale_of`."""
         samples = len(scale)
         grouped: dict[str, list[tuple[LayerCall, tuple[Tensor, ...]]]] = {}
         for position, call in enumerate(calls):

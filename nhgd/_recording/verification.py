@@ -1,4 +1,4 @@
-"""What is checked before records are believed: when the graph has a form that was not seen before, and now and then later.
+"""The checks of records: at every new form of the graph, and now and then later.
 
 At a theta nearby, where nothing is zero by accident, samples must not influence each other, and the scores of a layer must add
 up to its gradient; a layer whose scores do not is not recorded as one. Nothing of that draws from the run's random numbers.
@@ -29,7 +29,7 @@ FORMS = 16  # of the graph that are looked at as soon as they appear; later ones
 
 
 class Verification:
-    """What is known of the layers of a model, as far as it was seen.
+    """What is known about the layers of a model.
 
     Attributes:
         unaccounted: parameters that were met outside their layers.
@@ -50,7 +50,7 @@ class Verification:
         return {"unaccounted": sorted(self.unaccounted), "layers": dict(self.recorded)}
 
     def recall(self, memory: Mapping[str, Any]) -> None:
-        """Go on from what was known then."""
+        """Restore what `memory` returned."""
         self.unaccounted, self.recorded = set(memory["unaccounted"]), dict(memory["layers"])
 
     def begin(self) -> None:
@@ -84,7 +84,7 @@ class Verification:
         return bool(self._forms[found.form]) and self._now_and_then
 
     def note(self, found: TappedPass, own: Sequence[Tensor | None], batch: Batch | None) -> None:
-        """Remember which parameters the layers of a pass do not account for; where it is due, verify the layers.
+        """Note the parameters that the layers of a pass do not account for; verify the layers if that is due.
 
         Args:
             own: the gradient that the scores are a part of.
@@ -130,7 +130,8 @@ class Verification:
             return self._verify(self.taps.forward(batch), form)
 
     def _verify(self, found: TappedPass, form: int, first: int = 0) -> set[str]:
-        """Refuse samples that influence each other; parameters whose gradient is not what their layer's scores add up to.
+        """Refuse samples that influence each other; note parameters whose gradient differs from the sum of their
+        layer's scores.
 
         Calls before the first to be looked at are those in front of a BatchNorm, through which samples do.
         """
@@ -157,7 +158,7 @@ class Verification:
         return [x for x in layers if x.weight not in self.unaccounted and x.bias not in self.unaccounted]
 
     def settle(self, layers: Sequence[LayerRecord]) -> None:
-        """Refuse a weight that records held as a layer and that is used outside its layer now: they do not fit together."""
+        """Refuse a weight that was recorded as a layer and is now used outside of it: such records do not combine."""
         for weight, bias in self.recorded.items():
             if weight in self.unaccounted or bias in self.unaccounted:
                 raise InputError(

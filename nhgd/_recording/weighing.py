@@ -98,14 +98,16 @@ class Weighing:
         return times
 
     def from_graph(self, objective: Objective, along: Sequence[Tensor]) -> Terms:
-        """The mean over the samples here, without the ridge, by differentiating the gradient; in the setting of a pass."""
+        """The mean over the samples here, without the ridge, by differentiating the gradient; in the setting of a
+        pass.
+        """
         with torch.enable_grad(), twice_differentiable():
             value, leaves = objective.losses().mean(), self.problem.theta.leaves
             gradient = torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True)
         return list(objective.pull_back(gradient, along, self.problem.v.leaves))
 
     def in_forward_mode(self, batch: Batch, along: Sequence[Tensor]) -> Terms | None:
-        """The mean over the samples here, without the ridge, by one pass in forward mode; None where that cannot be.
+        """The mean over the samples here, without the ridge, by one pass in forward mode; None if that is impossible.
 
         Only v has a graph in this pass, so that losses which have one show that v enters them, and weights which have a
         tangent that they depend on theta.
@@ -145,7 +147,9 @@ class Weighing:
             return self.pulled(weights.primal, tangent.detach())
 
     def from_scores(self, found: TappedPass, along: Sequence[Tensor]) -> Tensor | None:
-        """<s_i, x> of every sample, (B,), from the layers of a seeded pass; None where they are not all of the gradient."""
+        """<s_i, x> for every sample, (B,), from the layers of a seeded pass; None if they are not the whole
+        gradient.
+        """
         samples = found.losses.values.shape[0]
         if self.recorder.verification.unaccounted or found.seeds is None:
             return None
@@ -171,7 +175,7 @@ class Weighing:
         return total / found.seeds
 
     def seeded(self, losses: Losses) -> tuple[Losses, Tensor | None]:
-        """Seeds w_i / B of a backward pass from which the gradient of every sample can be told, where v only weighs.
+        """Seeds w_i / B of a backward pass that shows the gradient of every sample, if v only weighs samples.
 
         A weight of 0 would hide the gradient of its sample, which must be able to come back. So a weight that is nothing
         beside the largest is replaced by one that is almost nothing; in the losses returned it is 0.
@@ -238,7 +242,7 @@ class LaggedCross:
         return CrossTap(self.weighing, self.along, recording)
 
     def take(self, objective: Objective, tap: CrossTap, calls: OracleCalls | None = None) -> None:
-        """Add what the tap has found in a step on this objective, before theta moves."""
+        """Add what the tap found in a step on this objective, before theta moves."""
         weighing = self.weighing
         if calls is not None and (tap.source != "scores" or self.steps % PART == 0):
             calls.cross += 1
@@ -322,7 +326,9 @@ class CrossTap(Tap):
         return found
 
     def look(self, problem: Bilevel, batch: Batch) -> None:
-        """The pass for the cross derivative alone, as far as it needs no vector; none where layers were seen not to suffice."""
+        """The pass for the cross derivative alone, as far as it needs no vector; none where layers were seen not to
+        suffice.
+        """
         self._before = _standing(problem.theta.device)
         if not self.weighing.recorder.verification.unaccounted:
             self._seen = self._watched(batch, gradient=False)
@@ -351,7 +357,7 @@ class CrossTap(Tap):
             self.source = "graph" if self.terms is None else "forward"
 
     def _watched(self, batch: Batch, gradient: bool) -> TappedPass | None:
-        """A pass of the recorder; None where there can be no such pass."""
+        """A pass of the recorder; None if that is impossible."""
         recorder, taps = self.weighing.recorder, self.weighing.recorder.taps
         self._before = _standing(self.weighing.problem.theta.device)
         if not (self.recording or self.weighing.independent):
@@ -395,7 +401,7 @@ class CrossTap(Tap):
 
 
 def _index_of(weights: Tensor, leaf: Tensor) -> Tensor | None:
-    """The index by which weights were taken from a vector; None where they were made otherwise."""
+    """The index by which weights were taken from a vector; None if they were computed otherwise."""
     node: Any = weights.grad_fn
     if type(node).__name__ != "IndexBackward0" or leaf.ndim != 1:
         return None
@@ -407,7 +413,7 @@ def _index_of(weights: Tensor, leaf: Tensor) -> Tensor | None:
 
 
 def _standing(device: torch.device) -> list[Tensor]:
-    """Where the generators stand; steps that are captured draw nothing."""
+    """The states of the generators; captured steps draw nothing."""
     return [] if tape.repeatable() and tape.tape() is not None else states(device)
 
 

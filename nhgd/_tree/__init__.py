@@ -1,4 +1,4 @@
-"""Trees: dataclasses, named tuples, tuples, lists and mappings that hold tensors, plain values and each other.
+"""Trees: dataclasses, named tuples, tuples, lists and mappings with tensors and plain values as leaves.
 
 Batches, records, states, messages and checkpoints are such trees, and all of them are walked here. Anything that is not one of
 these containers is a leaf, also an object that holds tensors as attributes, and a tuple with a `.to()` of its own.

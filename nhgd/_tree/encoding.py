@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 
 
 class Unencodable(TypeError):
-    """Something that has no JSON: where it lies and what it is."""
+    """A value without a JSON form: its path and kind."""
 
     def __init__(self, path: str, value: object) -> None:
         super().__init__(path, type(value).__name__)
@@ -45,7 +45,7 @@ class Unencodable(TypeError):
 
 
 def full_name(cls: type) -> str:
-    """What tells a class from any other."""
+    """The name that identifies a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -199,7 +199,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _has_plain_strides(value: Tensor) -> bool:
-    """Whether no two entries share memory and little of it lies between them."""
+    """Whether no two entries share memory and there are no large gaps between them."""
     reach = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1:
@@ -287,14 +287,14 @@ class Decoder:
 
 
 def is_opaque(node: Json) -> bool:
-    """Whether part of the tree was noted but not held."""
+    """Whether part of the tree was noted but not stored."""
     if isinstance(node, list):
         return any(map(is_opaque, node))
     return isinstance(node, dict) and ("opaque" in node or any(map(is_opaque, node.values())))
 
 
 def difference(was: Json, now: Json, path: str) -> tuple[str, Json, Json] | None:
-    """Where two encoded trees first differ, and what stands there in each."""
+    """The first difference of two encoded trees: its path, and both values."""
     if isinstance(was, dict) and isinstance(now, dict):
         if "opaque" in was and "opaque" in now:
             return None

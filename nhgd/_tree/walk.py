@@ -28,7 +28,7 @@ class Kind(ABC):
 
     @abstractmethod
     def parts(self, tree: Any) -> Collection[Any]:
-        """What the container holds, in order."""
+        """The parts of the container, in order."""
 
     @abstractmethod
     def steps(self, tree: Any) -> list[str]:
@@ -97,7 +97,7 @@ class MappingKind(Kind):
 
     @override
     def made(self, cls: type, rest: tuple[Any, ...], holders: Sequence[Any]) -> Any:
-        """A mapping of these values; a dict where the class cannot be made from a dict."""
+        """A mapping of these values; a dict if the class cannot be made from one."""
         named = dict(zip(rest, holders, strict=True))
         try:
             return named if cls is dict else cls(named)
@@ -169,7 +169,7 @@ class DataclassKind(Kind):
 
     @override
     def made(self, cls: type, rest: tuple[Any, ...], holders: Sequence[Any]) -> Any:
-        """One with these fields, also where it is frozen."""
+        """A dataclass with these fields, frozen or not."""
         return _with_attributes(object.__new__(cls), (*self._plain, *self._holding), (*rest, *holders))
 
 
@@ -188,7 +188,9 @@ def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _plain_fields(cls: type) -> set[str]:
-    """Fields announced to hold no tensor. Annotations are believed where a type checker has seen to them: in this package."""
+    """Fields annotated to hold no tensor. Only annotations of this package are trusted, which a type checker has
+    verified.
+    """
     if not cls.__module__.startswith("nhgd."):
         return set()
     try:
@@ -315,7 +317,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: T) -> T:
 
 
 class Slot(Enum):
-    """What stands where a tensor was."""
+    """A placeholder for a tensor."""
 
     TENSOR = "tensor"
 

@@ -21,7 +21,7 @@ from nhgd.loop.loop import Loop, StepInfo
 
 @dataclass
 class AIDState:
-    """Where theta started, the last adjoint, and the horizon."""
+    """theta at the start, the last adjoint, and the horizon."""
 
     theta: Tensor
     adjoint: Tensor | None = None
@@ -77,7 +77,7 @@ class AID(AbstractAlgorithm):
 
     @override
     def init(self, loop: Loop) -> AIDState:
-        """Remember where theta starts, and how much of the inner steps the curvature takes."""
+        """Note the start of theta, and decide how much of the inner steps the curvature records."""
         calibrate(loop)
         return AIDState(loop.problem.theta.flat(), horizon=loop.horizon(self.warm_start))
 

@@ -31,7 +31,7 @@ class AmIGOState:
 @final
 @dataclass(frozen=True)
 class AmIGO(AbstractAlgorithm):
-    """Double loop that goes on from the last theta and from the last x: a few SGD steps on each amortise their cost.
+    """Double loop that warm-starts both theta and x: a few SGD steps on each amortise their cost.
 
         repeat T times:   theta <- Pi( theta - eta grad_theta l(v, theta, batch) )
         repeat K times:   x <- x - beta ( H_j x - grad_theta f ),      H_j each on a fresh batch, grad_theta f on one
@@ -66,7 +66,7 @@ class AmIGO(AbstractAlgorithm):
 
     @override
     def init(self, loop: Loop) -> AmIGOState:
-        """x begins at zero, and comes near a solution over many outer steps."""
+        """x starts at zero, and approaches a solution over many outer steps."""
         loop.complaints.patient = True
         loop.complaints.mends = HALVINGS if self.beta is None else 0
         return AmIGOState(None, self.beta)

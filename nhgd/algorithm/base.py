@@ -22,7 +22,7 @@ class AbstractAlgorithm(Validated, ABC):
 
     @property
     def not_repeatable(self) -> str | None:
-        """Why its outer steps cannot be captured and repeated; None where they can."""
+        """Why its outer steps cannot be captured, as a clause; None if they can."""
         return f"{self.name} looks at numbers in the middle of its steps"
 
     def prepared(self, problem: Bilevel) -> AbstractAlgorithm:

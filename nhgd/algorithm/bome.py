@@ -88,7 +88,7 @@ class BOME(AbstractAlgorithm):
 
     @override
     def init(self, loop: Loop) -> BOMEState:
-        """Both inner variables begin as one, and a step of v that was given as a number begins to fall."""
+        """Both inner variables start equal, and a constant step size of v starts to decay."""
         loop.plain_rate("BOME")
         alpha, own = loop.v.schedule, isinstance(loop.settings.outer_lr, Schedule)
         if self.halved_after is not None and isinstance(alpha, Constant) and not own:

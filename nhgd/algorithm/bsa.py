@@ -18,7 +18,7 @@ from nhgd.loop.neumann_estimate import Estimator, check_series, draw, scaled
 
 @dataclass
 class BSAState:
-    """Where theta started, and the scale of the series, once it is known."""
+    """theta at the start, and the scale of the series, once it is known."""
 
     theta: Tensor
     phi: float | None

@@ -78,7 +78,7 @@ class F2SA(AbstractAlgorithm):
 
     @override
     def init(self, loop: Loop) -> F2SAState:
-        """Both inner variables begin as one."""
+        """Both inner variables start equal."""
         loop.plain_rate("F2SA")
         return F2SAState(loop.problem.theta.flat())
 

@@ -64,7 +64,7 @@ class FSLA(AbstractAlgorithm):
 
     @override
     def init(self, loop: Loop) -> FSLAState:
-        """The adjoint begins at zero, and nothing lies behind."""
+        """The adjoint and the momenta start at zero."""
         v = loop.problem.v.flat()
         return FSLAState(torch.zeros_like(loop.problem.theta.flat()), v, torch.zeros_like(v))
 

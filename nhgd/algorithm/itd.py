@@ -17,7 +17,7 @@ from nhgd.loop.loop import Loop, StepInfo
 
 @dataclass
 class ITDState:
-    """Where theta started."""
+    """theta at the start."""
 
     theta: Tensor
 
@@ -70,7 +70,7 @@ class ITD(AbstractAlgorithm):
 
     @override
     def init(self, loop: Loop) -> ITDState:
-        """Refuse what cannot be differentiated, and remember where theta starts."""
+        """Refuse what cannot be differentiated, and note the start of theta."""
         loop.plain_rate("ITD")
         if loop.division.workers > 1:
             raise InputError(

@@ -35,7 +35,7 @@ Curvature = Literal["carried", "fresh"]
 
 
 class Visit(NamedTuple):
-    """What is needed to take the cross derivative of one inner step again: where it was, on what, with which dropout."""
+    """What repeats the cross derivative of an inner step: the point, the objective and its dropout."""
 
     theta: Tensor
     objective: Objective
@@ -43,7 +43,8 @@ class Visit(NamedTuple):
 
 @dataclass
 class NHGDState:
-    """Where theta started, the last adjoint, the damping of natural steps, how v was seen to enter the inner problem, and
+    """Where theta started, the last adjoint, the damping of natural steps, how v was seen to enter the inner
+    problem, and
     the horizon of steps that are not natural."""
 
     theta: Tensor
@@ -169,7 +170,7 @@ class NHGD(AbstractAlgorithm):
 
     @override
     def init(self, loop: Loop) -> NHGDState:
-        """Remember where theta starts, and how much of the inner steps the curvature takes."""
+        """Note the start of theta, and decide how much of the inner steps the curvature records."""
         if self.observe == "all" and self.inner == "optimizer" and self.curvature == "carried":
             calibrate(loop)  # otherwise there is little to save, or a step that uses the curvature at once
         marquardt = LevenbergMarquardt(self.natural_lr, self.natural_floor) if self.inner == "natural" else None
@@ -224,7 +225,9 @@ class NHGD(AbstractAlgorithm):
         return replace(state, adjoint=found.adjoint, recognition=recognition), info
 
     def _may_lag(self, loop: Loop) -> bool:
-        """Whether the cross derivative is to come from inner steps, if it can. A compiled model would run uncompiled there."""
+        """Whether the cross derivative is to come from inner steps, if it can. A compiled model would run uncompiled
+        there.
+        """
         return self.cross == "lagged" or (
             self.cross == "auto" and self.warm_start and not loop.problem.theta.is_compiled
         )
@@ -238,7 +241,9 @@ class NHGD(AbstractAlgorithm):
         return self.cross
 
     def _recognised(self, loop: Loop, known: Recognition | None) -> Recognition | None:
-        """How v enters, where the cross derivative depends on it; found out on the last inner batch, once."""
+        """How v enters the inner problem, if the cross derivative depends on it; determined once, on the last inner
+        batch.
+        """
         assert loop.inverse is not None
         if known is not None or (self.cross == "final" and not isinstance(loop.inverse, Learned)):
             return known

@@ -23,7 +23,7 @@ from nhgd.problem import Bilevel
 
 @dataclass
 class NHGDSingleState:
-    """The last adjoint, (D,), where a refined solve begins, and the horizon."""
+    """The last adjoint, (D,), where a refined solve starts, and the horizon."""
 
     adjoint: Tensor | None = None
     horizon: Horizon | None = None

@@ -102,7 +102,7 @@ class SABA(AbstractAlgorithm):
 
     @override
     def init(self, loop: Loop) -> SABAState:
-        """The adjoint begins at zero. Data whose batches cannot be asked for again are refused."""
+        """The adjoint starts at zero. Data whose batches cannot be requested again are refused."""
         for stream in (loop.inner, loop.outer):
             if not isinstance(stream.source, (Data, list, tuple)):
                 raise InputError(
@@ -151,7 +151,7 @@ def _outer_row(at: Oracle) -> tuple[Tensor, Tensor]:
 def _filled(
     stream: Stream, row: Callable[[Batch], Tensor], count: Callable[[list[Batch]], list[int]] | None = None
 ) -> GradientTable:
-    """Cut the data into batches, for good, and ask each of them once. `count` says how many samples batches have."""
+    """Split the data into fixed batches, and evaluate each once. `count` gives the size of each batch."""
     source = stream.source
     if isinstance(source, Data):
         order = torch.randperm(source.samples) if source.shuffle else torch.arange(source.samples)

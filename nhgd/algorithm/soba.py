@@ -86,7 +86,7 @@ def check_rate(rate: float | Schedule | None) -> None:
 
 
 def adjoint_rate(loop: Loop, rate: float | Schedule | None) -> float:
-    """The step size of the adjoint now; None stands for that of theta."""
+    """The current step size of the adjoint; None: that of theta."""
     if tape.tape() is None:
         return loop.theta.rate(loop.clock) if rate is None else as_schedule(rate, "adjoint_lr").rate(loop.clock)
     if rate is None:

@@ -117,7 +117,7 @@ class StocBiO(AbstractAlgorithm):
 @final
 @dataclass(frozen=True)
 class Taken(Sequence[Batch]):
-    """Batches that are known by their samples and taken when they are asked for, so that one at a time is held."""
+    """Batches known by their samples and gathered on demand, so that only one is held at a time."""
 
     data: Data
     indices: list[Tensor]

@@ -33,7 +33,8 @@ class VRBOState:
 @final
 @dataclass(frozen=True)
 class VRBO(AbstractAlgorithm):
-    """Double loop in which both directions are corrected at every inner step by how the same samples saw the last point.
+    """Double loop in which both directions are corrected at every inner step by how the same samples saw the last
+    point.
 
         g(theta, v) = grad_theta l(v, theta, batch)
         F(theta, v) = grad_v f - (d2_{theta,v} l)^T phi sum_{k=0}^{K} (I - phi H_k) ... (I - phi H_1) grad_theta f

@@ -1,4 +1,4 @@
-"""What is kept of a run, so that an interrupted run can be resumed."""
+"""What is stored of a run, so that an interrupted run can be resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run that one or more processes share: when they are written, and what an error says of them."""
+"""The checkpoints of a run of one or more processes: when they are written, and how errors mention them."""
 
 from __future__ import annotations
 
@@ -41,24 +41,26 @@ class Checkpoints:
         self._executor = executor
 
     def claim(self, theta: Variable) -> None:
-        """Keep other runs out of the folder from now on."""
+        """Lock the folder against other runs."""
         if self.writer is not None:
             self._executor.group.join(theta)
             if self._executor.group.leads:
                 self.writer.claim()
 
     def begin(self, progress: Progress, algorithm: AbstractAlgorithm, arguments: Mapping[str, Any]) -> None:
-        """Take note of a run before its first step, and of the solver's arguments, as given; refuse what cannot be kept."""
+        """Take note of a run before its first step, and of the solver's arguments, as given; refuse what cannot be
+        kept.
+        """
         if self.writer is not None:
             self.writer.begin(progress, algorithm, arguments)
 
     def release(self) -> None:
-        """Let other runs into the folder, until the next step."""
+        """Unlock the folder until the next step."""
         if self.writer is not None:
             self.writer.release()
 
     def restore(self, saved: SavedCheckpoint, progress: Progress) -> None:
-        """Bring a fresh run to where the saved one stood."""
+        """Restore the saved run in a fresh one."""
         assert self.writer is not None  # a run that is resumed is kept
         self.writer.restore(saved, progress)
 
@@ -85,7 +87,7 @@ class Checkpoints:
 
     @contextmanager
     def at_work(self, progress: Progress) -> Iterator[Callable[[], None]]:
-        """The setting of steps: no other run is in the folder, and Ctrl-C leaves a checkpoint of the last whole step.
+        """The context of outer steps: the folder is locked, and Ctrl-C leaves a checkpoint of the last complete step.
 
         What is given is to be called between two steps, where Ctrl-C may come.
         """

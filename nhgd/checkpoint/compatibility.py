@@ -1,4 +1,4 @@
-"""What a run that goes on must have in common with the one that was kept: its variables and its optimisers."""
+"""What a resumed run must have in common with the saved one: its variables and its optimisers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nhgd.problem import Bilevel
 
 
 def signature(problem: Bilevel) -> dict[str, Any]:
-    """What a problem must have in common with the one that a checkpoint was written for."""
+    """What a problem must have in common with the one of a checkpoint."""
     return {"device": problem.theta.device.type} | {
         variable.role: {
             "leaves": {name: _looks(leaf) for name, leaf in zip(variable.names, variable.leaves, strict=True)},
@@ -27,7 +27,7 @@ def signature(problem: Bilevel) -> dict[str, Any]:
 
 
 def check_signature(path: Path, was: dict[str, Any], problem: Bilevel) -> None:
-    """Refuse a problem with other variables, before anything of it is changed."""
+    """Refuse a problem with other variables, before anything changes."""
     now = signature(problem)
     if was["device"] != now["device"]:
         raise InputError(
@@ -70,7 +70,7 @@ def optimisers(loop: Loop) -> dict[str, Any]:
 
 
 def check_optimisers(path: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse other optimisers than those the run began with."""
+    """Refuse optimisers other than those of the saved run."""
     for level in ("inner", "outer"):
         then, here = was[level], now[level]
         if then["kind"] != here["kind"]:

@@ -17,7 +17,7 @@ LARGEST = 2**26  # bytes of a file that is read at once
 
 
 class Damaged(InputError):
-    """A file of a checkpoint is not what was written."""
+    """A file of a checkpoint does not hold what was written."""
 
     def __init__(self, file: Path, why: str = "it is not what was written") -> None:
         super().__init__(f"{file} is damaged: {why}.")
@@ -25,7 +25,9 @@ class Damaged(InputError):
 
 @contextmanager
 def regular(path: Path) -> Iterator[int]:
-    """An ordinary file, open for reading; a pipe, which would be waited for, or a device, which never ends, is refused."""
+    """An ordinary file, open for reading; a pipe, which would be waited for, or a device, which never ends, is
+    refused.
+    """
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -74,7 +76,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def to_disk(path: Path) -> None:
-    """Make sure that what was written, in a file or in a folder, survives a loss of power."""
+    """Flush a file or folder to the disk, so that it survives a loss of power."""
     folder = path.is_dir()
     if folder and os.name != "posix":
         return
@@ -90,7 +92,7 @@ def to_disk(path: Path) -> None:
 
 @contextmanager
 def draft_folder(place: Path) -> Iterator[Path]:
-    """A folder to make files in, before they are given their own names; it is taken away at the end, whatever happens."""
+    """A temporary folder for files until they are renamed; always removed at the end."""
     try:
         shutil.rmtree(place, ignore_errors=True)
         os.mkdir(place)
@@ -100,7 +102,7 @@ def draft_folder(place: Path) -> Iterator[Path]:
 
 
 def remove(place: Path) -> None:
-    """Take away a folder, or what has taken its place; an interruption waits until that is done."""
+    """Remove a folder, or whatever has its name; interruptions wait until that is done."""
     try:
         shutil.rmtree(place, ignore_errors=True)
     finally:

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a run: a table with a row for each thing, which says how it is read, checked and put back.
+"""The fields of a checkpoint: a table with a row for each, which says how it is read, checked and restored.
 
 A new thing to keep is a new row of `LOOP`, for what moves in the loop, or of `PROGRESS`, for what else does.
 """
@@ -149,7 +149,7 @@ def _like_optimiser(mover: Mover) -> schema.Check:
 
 
 def _like_setting(like: Any) -> schema.Check:
-    """A setting of an optimiser: of the same kind, where that can be told; a step size may be a number or a tensor."""
+    """A setting of an optimiser, of the same kind if that is known; a step size may be a number or a tensor."""
 
     def look(value: Any, where: str) -> None:
         numbers = (int, float, Tensor)
@@ -185,7 +185,7 @@ def _numbers(name: str, of: Callable[[Loop], Any]) -> Field[Loop]:
 
 
 def curvature(loop: Loop) -> Any:
-    """The state of the inverse with every record in it; None where there is no online inverse."""
+    """The state of the inverse with every record in it; None without an online inverse."""
     return None if loop.inverse is None else loop.executor.keep()
 
 

@@ -46,7 +46,7 @@ def safetensors() -> ModuleType:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What a file that cannot be written or read raises; of the library's own kind where it is the library that tries."""
+    """Turn the errors of writing or reading a file into the library's own, if the library causes them."""
     from safetensors import SafetensorError
 
     return OSError, SafetensorError
@@ -65,7 +65,7 @@ def called(path: Path, number: int) -> Path:
 
 
 def gone(path: Path, number: int) -> bool:
-    """Whether a checkpoint is not there any more, as far as the system can tell."""
+    """Whether a checkpoint no longer exists, as far as the system can tell."""
     try:
         os.stat(called(path, number))
     except (FileNotFoundError, NotADirectoryError):
@@ -144,7 +144,7 @@ def write(
 
 
 def _document(contents: dict[str, Any], tensors_sha256: str) -> bytes:
-    """What is not a tensor as JSON, with the hashes of the tensors and of itself in front."""
+    """Everything but tensors as JSON, with the hashes of the tensors and of itself first."""
     text = json.dumps(contents, allow_nan=False)
     head = {
         "format": FORMAT,
@@ -156,7 +156,9 @@ def _document(contents: dict[str, Any], tensors_sha256: str) -> bytes:
 
 
 def tidy(path: Path, keep: set[int], drafts: bool) -> None:
-    """Take away all checkpoints but some, each at once and not in parts; and what processes that are gone left half-written."""
+    """Take away all checkpoints but some, each at once and not in parts; and what processes that are gone left
+    half-written.
+    """
     with contextlib.suppress(OSError):
         for number, place in numbered(path):
             if number not in keep:
@@ -188,7 +190,7 @@ class Found:
 
 
 def read(path: Path, trees: Sequence[str]) -> tuple[Found, list[Exception]]:
-    """The newest checkpoint under `path` that is as written, and what is wrong with those that are newer.
+    """The newest intact checkpoint under `path`, and what is wrong with newer ones.
 
     Args:
         path: where the checkpoints of a run lie.

@@ -53,7 +53,7 @@ class Lock:
         return self._handle is not None
 
     def acquire(self, error: type[NhgdError] = InputError) -> None:
-        """Take it, or raise an error of this kind that says who has it, or why nothing can be written there."""
+        """Take the lock, or raise an error of this kind that says who holds it, or why nothing can be written."""
         with _one_at_a_time:
             if self.held:
                 return
@@ -171,7 +171,7 @@ class Lock:
 
 
 def _who(handle: int) -> str:
-    """The run that has the lock, as far as its file tells."""
+    """The run that holds the lock, as far as its file says."""
     try:
         told = json.loads(os.pread(handle, 1000, 0))
         number, machine = int(told["process"]), str(told["machine"])

@@ -22,7 +22,7 @@ from nhgd.problem import Bilevel
 
 
 class SavedCheckpoint:
-    """A checkpoint that was read: what a new solver needs to know first, and the rest for `CheckpointWriter.restore`.
+    """A checkpoint as read: what a new solver needs first, and the rest for `CheckpointWriter.restore`.
 
     It is the newest that is as it was written. Where newer ones are damaged, a warning says so.
     """
@@ -47,7 +47,7 @@ class SavedCheckpoint:
         return int(self.document["step"])
 
     def settings(self, given: Mapping[str, Any], problem: Bilevel) -> dict[str, Any]:
-        """The settings of the solver that goes on; a problem or settings that do not fit are refused."""
+        """The settings of the resumed solver; a problem or settings that do not fit are refused."""
         check_signature(self.path, self.document["problem"], problem)
         with self.readable("settings"):
             found = to_continue(self.path, self.document["settings"], given, problem)
@@ -63,7 +63,7 @@ class SavedCheckpoint:
         return chosen
 
     def tree(self, name: str, classes: Classes, device: torch.device) -> Any:
-        """One part of what was kept."""
+        """One part of the checkpoint."""
         with self.readable(name):
             return Decoder(self.tensors, classes, device).decode(self.document[name])
 
@@ -83,7 +83,7 @@ class SavedCheckpoint:
 
     @contextmanager
     def readable(self, name: str) -> Iterator[None]:
-        """What goes wrong inside is said of this part of the checkpoint."""
+        """Blame this part of the checkpoint for errors inside the block."""
         try:
             yield
         except NhgdError:

@@ -26,7 +26,9 @@ _PART = 2**20
 
 @dataclass(frozen=True)
 class Written:
-    """How far the rows of a checkpoint reach: their number, their bytes, the hash of those, ready to go on, and the last."""
+    """How far the rows of a checkpoint reach: their number, their bytes, the hash of those, ready to go on, and the
+    last.
+    """
 
     rows: int = 0
     size: int = 0
@@ -82,12 +84,12 @@ def _line(row: Any) -> str:
 
 
 def _still_holds(written: Written, history: Sequence[Any], pack: Callable[[int], Any]) -> bool:
-    """Whether the history begins with the rows that were written, as far as the last of them tells."""
+    """Whether the history still begins with the rows that were written, judged by the last of them."""
     return written.rows <= len(history) and (written.rows == 0 or _line(pack(written.rows - 1)) == written.last)
 
 
 def _begin(file: Path, old: Path, written: Written, may_take: bool) -> bool:
-    """Whether `file` begins with the rows of an older one now."""
+    """Let `file` begin with the rows of an older one."""
     try:
         if may_take:
             with contextlib.suppress(OSError):  # not every file system has second names

@@ -1,4 +1,4 @@
-"""What a checkpoint must look like: it is looked through once, before anything of it is used.
+"""The form of a checkpoint, which is checked once before anything is used.
 
 A file whose hashes fit may still be of another version, or be made by hand. What passes here can be unpacked and put back
 without a further look at kinds, sizes and names.
@@ -24,7 +24,7 @@ Check: TypeAlias = Callable[[Any, str], None]
 
 
 class Misfit(ValueError):
-    """Something in a checkpoint is not what it must be: where, and what."""
+    """Something in a checkpoint has the wrong form: its path and what it should be."""
 
     def __init__(self, where: str, must: str) -> None:
         super().__init__(f"{where} must be {must}")
@@ -82,7 +82,7 @@ def mapping(check: Check) -> Check:
 
 
 def listing(check: Check, length: int | None = None) -> Check:
-    """One after the other."""
+    """A list of items."""
 
     def look(value: Any, where: str) -> None:
         _be(isinstance(value, list), where, "a list")
@@ -105,7 +105,7 @@ def record(**checks: Check) -> Check:
 
 
 def anything(value: Any, where: str) -> None:
-    """Whatever JSON can hold."""
+    """Any JSON value."""
 
 
 def tree(tensors: Mapping[str, Tensor]) -> Check:
@@ -208,7 +208,7 @@ _OPTIMISER = record(kind=text, groups=listing(mapping(anything)))
 
 
 def check_document(contents: Any, tensors: Mapping[str, Tensor], trees: Iterable[str]) -> None:
-    """Refuse contents that are not those of a checkpoint, which holds `trees` of these names."""
+    """Refuse contents other than those of a checkpoint with `trees` of these names."""
     node = tree(tensors)
     record(
         step=count,
@@ -318,7 +318,7 @@ def _conforms(value: Any, hint: Any) -> bool:
 
 
 def announced(value: Any, where: str) -> None:
-    """Refuse a dataclass whose fields hold other things than they announce."""
+    """Refuse a dataclass whose fields do not match their annotations."""
     try:
         hints = get_type_hints(type(value))
     except (NameError, TypeError):
@@ -328,7 +328,7 @@ def announced(value: Any, where: str) -> None:
 
 
 def alike(value: Any, fresh: Any, where: str) -> None:
-    """Refuse a state that is not of the kind of a fresh one: other classes, or tensors of another size at the same place."""
+    """Refuse a state that differs from a fresh one: other classes, or tensors of another size."""
     if is_dataclass(fresh):
         _be(type(value) is type(fresh), where, f"a {type(fresh).__name__}")
         announced(value, where)

@@ -1,4 +1,4 @@
-"""The settings of a run in its checkpoint: which are held, which must be given again, and whether they are the same."""
+"""The settings in a checkpoint: which are stored, which must be given again, and whether they agree."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _NO_SETTINGS = ("self", "problem", "inner_data", "outer_data", *_WHERE)  # of th
 
 
 def own_classes() -> dict[str, type]:
-    """The classes of the house that settings may hold: methods, inverses, schedules, and what an inverse's overhead came to."""
+    """The package's own classes that settings may hold: methods, inverses, schedules, and the effort of a budget."""
     schedules = [c for c in vars(schedule).values() if isinstance(c, type) and issubclass(c, schedule.Schedule)]
     return {full_name(c): c for c in (*ALGORITHMS._own.values(), *INVERSES._own.values(), *schedules, Effort)}
 
 
 def encoded(arguments: Mapping[str, Any], algorithm: AbstractAlgorithm) -> dict[str, Any]:
-    """The settings among the arguments of a solver as JSON, functions and the like noted but not held."""
+    """The arguments of a solver as JSON; functions and the like are noted but not stored."""
     given = {name: value for name, value in arguments.items() if name not in _NO_SETTINGS} | {"method": algorithm}
     return {name: Encoder(opaque=True).encode(value, name) for name, value in given.items()}
 
 
 def to_continue(path: Path, stored: Mapping[str, Any], given: Mapping[str, Any], problem: Bilevel) -> dict[str, Any]:
-    """The settings to go on with: those that are given, made sure to be the stored ones, and the stored ones beside."""
+    """The settings of the resumed run: given ones, which must equal the stored ones, and the other stored ones."""
     chosen = dict(given)
     known = own_classes()
     for name, value in given.items():
@@ -82,14 +82,14 @@ def to_continue(path: Path, stored: Mapping[str, Any], given: Mapping[str, Any],
 
 
 def remade(value: Any) -> Any:
-    """The same settings, made anew: what was read from a file is held to what their classes ask of them."""
+    """The same settings, made anew, so that values from a file pass the checks of their classes."""
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: remade(getattr(value, f.name)) for f in fields(value) if f.init})
     return value
 
 
 def _held(node: Any, known: Mapping[str, type]) -> bool:
-    """Whether a stored setting can be made from what was stored."""
+    """Whether a stored setting can be restored."""
     if isinstance(node, list):
         return all(_held(item, known) for item in node)
     if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""Writes the checkpoints of a run: when one is due, what it holds, and what was written last."""
+"""Writes the checkpoints of a run: decides when one is due, and what it holds."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ class CheckpointWriter:
         self._took = 0.0
 
     def begin(self, progress: Progress, algorithm: AbstractAlgorithm, arguments: Mapping[str, Any]) -> None:
-        """Take note of a run before its first step, and of the solver's arguments, as given; refuse what cannot be kept."""
+        """Take note of a run before its first step, and of the solver's arguments, as given; refuse what cannot be
+        kept.
+        """
         self._classes = expected(progress.state, curvature(progress.loop))
         self._fixed = {
             "problem": signature(progress.loop.problem),
@@ -65,14 +67,14 @@ class CheckpointWriter:
         self._document(progress)
 
     def claim(self) -> None:
-        """Keep other runs out of the folder from now on."""
+        """Lock the folder against other runs."""
         self.lock.acquire(InputError)
         self._refuse_strangers(InputError)
         if self.lock.excludes:  # a run that is resumed at its end writes nothing more, and would leave them
             files.remove_drafts(self.path)
 
     def release(self) -> None:
-        """Let other runs into the folder, until the next step."""
+        """Unlock the folder until the next step."""
         self.lock.release()
 
     @contextmanager
@@ -99,7 +101,7 @@ class CheckpointWriter:
         return 2**30 if self._steps is None else self._steps - step % self._steps
 
     def write(self, progress: Progress) -> None:
-        """Keep the run as it stands between two outer steps."""
+        """Write a checkpoint between two outer steps."""
         began = time.monotonic()
         document, tensors = self._document(progress)
         kept = self._on_disk(document, tensors, progress.history)
@@ -112,7 +114,7 @@ class CheckpointWriter:
     def _on_disk(
         self, document: dict[str, Any], tensors: dict[str, torch.Tensor], history: Sequence[Any]
     ) -> files.Kept:
-        """Write one; where the folder is taken away meanwhile, once more."""
+        """Write to the disk, once more if the folder was removed meanwhile."""
         for tries_left in (2, 1, 0):
             try:
                 self._make_sure_of_the_folder()
@@ -138,7 +140,7 @@ class CheckpointWriter:
         return self.lock.lost() or any(files.gone(self.path, kept.number) for kept in self._kept[-1:])
 
     def _make_sure_of_the_folder(self) -> None:
-        """Make it again where it was taken away; where another run has come into it, this one may not write there."""
+        """Restore a folder that was removed; refuse one that another run has taken."""
         if not self.lock.held or self.lock.lost():
             self.lock.release()
             self.lock.acquire(RunError)
@@ -177,7 +179,7 @@ class CheckpointWriter:
         return document, encoder.tensors
 
     def last(self) -> str:
-        """A sentence that says which checkpoint is the last good one, with a space before it; nothing if there is none."""
+        """A sentence about the last good checkpoint, with a leading space; empty if there is none."""
         if self.step is None and any(not files.gone(self.path, number) for number in self._earlier):
             return f" {self.path} still holds the earlier run, which was to be overwritten."
         if self.step is None or not self._kept or files.gone(self.path, self._kept[-1].number):
@@ -185,7 +187,7 @@ class CheckpointWriter:
         return f" The last good checkpoint is {self.path}, outer step {self.step}."
 
     def restore(self, saved: SavedCheckpoint, progress: Progress) -> None:
-        """Bring a fresh run to where the saved one stood. Nothing is changed before all of it was checked."""
+        """Restore the saved run in a fresh one. Nothing changes before everything was checked."""
         if same_place(self.path, saved.path):
             self._known = saved.seen
             self._refuse_strangers(InputError)  # another run may have gone on from it since it was read

@@ -8,7 +8,7 @@ from nhgd.cli._streams import prepare
 
 
 def main() -> None:
-    """What the console script calls. It works, and says what is missing, where the core alone is installed."""
+    """The console script. Without the command-line extra it says what is missing."""
     prepare()
     try:
         from nhgd.cli._program import app

@@ -61,7 +61,9 @@ def solver_kinds() -> dict[str, Any]:
 
 
 def for_execution(name: str, changes: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The settings of an executor, and the changes that are not its own. A key may carry its place: execution.max_lag."""
+    """The settings of an executor, and the changes that are not its own. A key may carry its place:
+    execution.max_lag.
+    """
     kind: Any = EXECUTIONS[name.partition(":")[0]]
     hints = get_type_hints(kind.__init__)
     known = {key: hint for key, hint in hints.items() if key not in ("return", "team", "device")}
@@ -133,7 +135,7 @@ def check_early(task: AbstractTask, method: str | None, changes: Mapping[str, st
 
 
 def _variants(base: AbstractAlgorithm, task: AbstractTask, first: Mapping[str, str]) -> list[AbstractAlgorithm]:
-    """The method with the inverse that is asked for; else, where it leaves the choice to the task, with each there is."""
+    """The method with the requested inverse; if it leaves the choice to the task, with each possible one."""
     if first:
         return [for_run(task, base, first)[1]]
     if "inverse" in kinds(type(base)) and getattr(base, "inverse", None) is None:
@@ -145,7 +147,7 @@ def _variants(base: AbstractAlgorithm, task: AbstractTask, first: Mapping[str, s
 def of_inverses(
     inverses: Mapping[str, AbstractInverse], changes: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The changes that name one of these inverses, as cg.steps does, and the others."""
+    """The changes that address one of these inverses, such as cg.steps, and the others."""
     own = {key: text for key, text in changes.items() if key.rpartition(".")[0] in inverses}
     return own, {key: text for key, text in changes.items() if key not in own}
 
@@ -176,7 +178,7 @@ def _places(algorithm: AbstractAlgorithm) -> dict[str, dict[str, Any]]:
 
 
 def _changed(thing: Any, path: list[str], name: str, value: Any) -> Any:
-    """A copy of frozen dataclasses within each other with one field changed."""
+    """A copy of nested frozen dataclasses with one field changed."""
     if not path:
         return replace(thing, **{name: value})
     return replace(thing, **{path[0]: _changed(getattr(thing, path[0]), path[1:], name, value)})

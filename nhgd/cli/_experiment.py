@@ -58,7 +58,7 @@ class Experiment:
         return found, of_executors
 
     def printed(self) -> Printed | None:
-        """What the paper prints for this method, where this is one of its experiments; else None."""
+        """The paper's settings for this method, if this is one of its experiments; else None."""
         given = [text for key, text in self.changes.items() if key in ("beta", "inverse.beta")]
         return printed(self.name, self.preset, self.method, convert("beta", given[-1], float) if given else None)
 

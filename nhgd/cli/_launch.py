@@ -46,7 +46,7 @@ STOPPED = tuple(128 + number for number in ENDING)  # exit codes of a run that w
 def launch(
     arguments: Sequence[str], roles: Roles, restarts: int, timeout: float, checkpoint: Callable[[], str] = str
 ) -> int:
-    """Run `nhgd ARGUMENTS` in several processes; the exit code: 0, or that of a run that was asked to stop.
+    """Run `nhgd ARGUMENTS` in several processes; returns the exit code.
 
     Args:
         arguments: of the command line, without the program's name.
@@ -77,7 +77,7 @@ def launch(
 
 
 class _Loopback(StaticTCPRendezvous):
-    """A rendezvous of the processes of one agent, whose store nobody outside of this machine can reach."""
+    """A rendezvous of the processes of one agent, with a store that is reachable from this machine alone."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         """A new store for each attempt."""
@@ -124,7 +124,7 @@ class _Agent(LocalElasticAgent):
         return {rank: handler.proc.poll() for rank, handler in handlers.items()}
 
     def exit_code(self, rank: int) -> int | None:
-        """That of one process, if it has ended."""
+        """The exit code of a process, if it has ended."""
         return self._codes().get(rank)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -146,7 +146,7 @@ class _Agent(LocalElasticAgent):
         return found
 
     def _long_paused(self, codes: Mapping[int, int | None]) -> int | None:
-        """A rank that runs, and has been paused for longer than the others wait for it."""
+        """A rank that is still running but was paused for longer than the others wait."""
         pids = {} if self._pcontext is None else self._pcontext.pids()
         for rank, pid in pids.items():
             if codes[rank] is not None or not _is_paused(pid):
@@ -167,22 +167,22 @@ class _Agent(LocalElasticAgent):
         return ProcessFailure(rank, 0, code, str(self._place(rank) / "error.json"))
 
     def _shutdown(self, death_sig: signal.Signals | None = None, *_: Any, **__: Any) -> None:
-        """End the processes: those of a run that was asked to stop by a signal, or of one that failed."""
+        """End the processes, after a signal or a failure."""
         seconds = CLOSING_SECONDS if death_sig is None else STOPPING_SECONDS
         if self._pcontext is not None:
             self._pcontext.close(death_sig or signal.SIGTERM, int(seconds))
 
     def kill(self) -> None:
-        """End at once whatever still runs."""
+        """Kill all processes that still run."""
         if self._pcontext is not None:
             self._pcontext.close(signal.SIGKILL, int(CLOSING_SECONDS))
 
     def _place(self, rank: int) -> Path:
-        """Where the streams and the error of a process of the last attempt are kept."""
+        """The folder for the output and errors of a process of the last attempt."""
         return next(iter(self._folder.glob(f"*/attempt_{self._restarts}/{rank}")))
 
     def concluded(self) -> int:
-        """Hand on what the first process wrote to its standard output; its exit code."""
+        """Copy the output of the first process; returns its exit code."""
         sys.stdout.flush()
         sys.stdout.buffer.write((self._place(0) / "stdout.log").read_bytes())
         sys.stdout.flush()
@@ -214,7 +214,7 @@ class _Agent(LocalElasticAgent):
         return str(data["message"]) + ("" if data["checkpoint"] else self._checkpoint())
 
     def blemish(self, failures: Mapping[int, ProcessFailure]) -> str:
-        """What was not as it should be at the end of a run that is done."""
+        """What went wrong at the end of a run that completed."""
         rank, failure = next(iter(failures.items()))
         if rank in self._first:
             return f"{self._roles.called(rank)} ended with {_ending(failure.exitcode)} after it."
@@ -226,7 +226,7 @@ def _ending(code: int) -> str:
 
 
 def _is_paused(pid: int) -> bool:
-    """Whether a process was sent SIGSTOP, where the system tells."""
+    """Whether a process was stopped by SIGSTOP, if the system says so."""
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
     return False
@@ -234,7 +234,7 @@ def _is_paused(pid: int) -> bool:
 
 @contextmanager
 def _environment(roles: Roles) -> Iterator[None]:
-    """What the processes inherit; and the agent, which reports to a cluster's operator, is silent here."""
+    """The environment of the processes; the agent's own reports to cluster operators are switched off."""
     before = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in ENDING}
     heeded = [number.name for number, handler in handlers.items() if handler is not signal.SIG_IGN]

@@ -59,13 +59,15 @@ def device_of_rank(device: torch.device) -> torch.device:
 
 
 def keep_to_threads(threads: int | None, device: torch.device) -> None:
-    """Let torch take no more CPU threads than suit the work; how many is no matter of the machine's load, so runs repeat."""
+    """Let torch take no more CPU threads than suit the work; how many is no matter of the machine's load, so runs
+    repeat.
+    """
     if threads is not None and device.type == "cpu":
         torch.set_num_threads(min(threads, torch.get_num_threads()))
 
 
 def note_crowding(executions: Iterable[str], device: torch.device, threads: int | None = None) -> None:
-    """Say so when two sides of one process have more CPU threads than there are cores: they spin while they wait."""
+    """Warn if two parts of one process have more CPU threads than there are cores, because waiting threads spin."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = torch.get_num_threads() if threads is None else threads
     beside = [name for name in executions if name in ("thread", "device:cpu")]

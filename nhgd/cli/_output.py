@@ -1,4 +1,4 @@
-"""What a command leaves behind: lines for people, one object for programs, files in a folder."""
+"""The output of commands: text for people, one JSON object for programs, files in a folder."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def print_json(answer: Mapping[str, Any]) -> None:
 
 
 def console() -> Console:
-    """Where people read. Where it is no terminal, lines are long enough not to be broken."""
+    """The console for people. If it is not a terminal, lines are long enough never to wrap."""
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
 
 
@@ -74,7 +74,7 @@ def number(value: Any, form: str = ".4g") -> str:
 
 
 def check_files(path: Path, *files: str) -> None:
-    """Refuse, without writing anything, a folder for results where a file's name is taken by what is no file."""
+    """Refuse a folder for results in which the name of a result file is taken by something else; writes nothing."""
     for name in files:
         try:
             kind = os.stat(path / name).st_mode
@@ -116,7 +116,7 @@ class Folder:
         return self.write_all(" and ".join(str(self.path / name) for name in texts), made)
 
     def write_all(self, what: str, make: Callable[[Path], list[Path]]) -> list[Path]:
-        """Let `make` write files into a folder beside; none takes the place of an older one before all are written.
+        """Let `make` write files into a temporary folder; they replace older ones once all are written.
 
         Args:
             what: the files, in the words of an error.

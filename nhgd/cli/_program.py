@@ -1,4 +1,4 @@
-"""The commands together, and how each of them ends: what is printed, and the exit code.
+"""The commands, and how each of them ends: output and exit code.
 
 0: done. 1: the run failed. 2: wrong usage or bad input. 129, 130, 143: ended by SIGHUP, Ctrl-C, SIGTERM.
 """
@@ -28,7 +28,7 @@ from nhgd.errors import InputError, NhgdError, PeerError, RunError, unknown
 
 @dataclass(frozen=True)
 class Command:
-    """A command in the list of all: the function, or the group, in the file of its name, and what it does."""
+    """A command: its function or group, in the file of the same name, and its summary."""
 
     function: str
     summary: str
@@ -62,7 +62,7 @@ COMMANDS = {
 
 
 class Program(TyperGroup):
-    """A group of commands that never ends in a traceback for what a user can cause."""
+    """A group of commands that never shows a traceback for a user's mistake."""
 
     given: list[str]
 
@@ -71,7 +71,7 @@ class Program(TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """What help and completion tell of a command, without importing it."""
+        """The command for help and completion, without importing it."""
         known = COMMANDS.get(cmd_name)
         return None if known is None else TyperCommand(cmd_name, help=known.summary)
 
@@ -137,7 +137,7 @@ class Program(TyperGroup):
             raise typer.Exit(_interrupted(self.given, stop)) from None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command, or say which one may have been meant."""
+        """Find the command, or suggest the one that was meant."""
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             raise unknown("command", args[0], self.list_commands(ctx))
         name, command, rest = super().resolve_command(ctx, args)
@@ -162,7 +162,7 @@ def _refuse_empty(given: list[str]) -> None:
 
 
 def _refused(error: OSError) -> str:
-    """What the files of a command may do is said where they are opened; this is the machine, or standard output."""
+    """Errors of the machine or of standard output; those of a command's own files are handled where they are opened."""
     if error.filename is None and error.errno in (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EFBIG, errno.EDQUOT):
         mute()
         return f"Standard output could not be written: {error.strerror}."
@@ -208,7 +208,7 @@ def program(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
 ) -> None:
-    """The options that stand before a command."""
+    """The options before a command."""
     if version:
         print(f"nhgd {nhgd.__version__}")
         raise typer.Exit

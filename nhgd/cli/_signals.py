@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP and Ctrl-C: what a command does when it is asked to end.
+"""SIGTERM, SIGHUP and Ctrl-C: how a command ends when it is asked to.
 
 Shells, schedulers and closed terminals send them, and what follows after a while cannot be held up. So a run ends after the
 outer step that it is at, keeps what it has reached, and says so; whoever asks twice does not wait.
@@ -29,7 +29,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def name_of(number: int) -> str:
-    """What a user calls a signal.
+    """The user's name for a signal.
 
     >>> name_of(2), name_of(15)
     ('Ctrl-C', 'SIGTERM')
@@ -38,7 +38,7 @@ def name_of(number: int) -> str:
 
 
 def number_of(stop: KeyboardInterrupt) -> int:
-    """The number of the signal behind it; Ctrl-C where it does not say."""
+    """The number of the signal that caused it; Ctrl-C if unknown."""
     return stop.number if isinstance(stop, Stopped) else signal.SIGINT
 
 

@@ -1,4 +1,4 @@
-"""Whether a process stands alone. It is asked before anything else is imported."""
+"""Whether this process was started alone; determined before anything else is imported."""
 
 from __future__ import annotations
 

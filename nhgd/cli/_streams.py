@@ -9,7 +9,7 @@ from typing import Any
 
 
 def prepare() -> None:
-    """Before anything else is opened: fill what was closed, and let no character and no full disk end a run.
+    """Open closed standard streams, and make sure that no character and no full disk can end a run.
 
     A standard output that was closed stays one that cannot be written, so that a command whose answer is lost says so.
     """
@@ -29,7 +29,7 @@ def prepare() -> None:
 
 
 class Unfailing(io.TextIOWrapper):
-    """What is said on the side. Where it cannot be written it is lost, and the work goes on."""
+    """A stream whose output is dropped if it cannot be written, while the work continues."""
 
     def __init__(self, buffer: Any, encoding: str) -> None:
         super().__init__(buffer, encoding=encoding, errors="backslashreplace", write_through=True)
@@ -50,7 +50,7 @@ class Unfailing(io.TextIOWrapper):
 
 
 def mute() -> None:
-    """Nothing more can be said to whoever read standard output; what it still holds goes nowhere, also at the exit."""
+    """Silence standard output after its reader has gone, including what is still buffered."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):  # a stream of a test, which has no number

@@ -125,7 +125,7 @@ def bench(
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: one method on one task, and the settings of each execution by its name."""
+    """One method on one task, with the settings of each execution by name."""
 
     experiment: Experiment
     how: dict[str, dict[str, Any]]
@@ -138,7 +138,7 @@ class Case:
         return resolve(name, **self.how[name])
 
     def build(self) -> Built:
-        """The experiment with its data, as it begins."""
+        """The experiment with its data, at its start."""
         return self.experiment.build(self.seed, self.device, self.data)
 
     def begin(self, executor: AbstractExecutor) -> Solver:
@@ -148,7 +148,8 @@ class Case:
         return solver
 
     def rehearsed(self) -> dict[str, Any]:
-        """Every executor of this process started once, so that one that cannot run here is refused before anything runs.
+        """Every executor of this process started once, so that one that cannot run here is refused before anything
+        runs.
 
         All that was chosen, for the reader of bench.json.
         """
@@ -173,7 +174,7 @@ class Case:
 def _in_turns(
     case: Case, names: Sequence[str], rounds: int, warmup: int, steps: int, words: Sequence[str], as_json: bool
 ) -> dict[str, list[Trial]]:
-    """Every execution as often as there are rounds, one after the other in each."""
+    """Run every execution `rounds` times, in turns."""
     trials: dict[str, list[Trial]] = {name: [] for name in names}
     with bar("bench") as tick:
         for turn in range(rounds):
@@ -214,7 +215,7 @@ def _settings(names: Sequence[str], changes: Mapping[str, str]) -> tuple[dict[st
 
 
 def measured(solver: Solver, warmup: int, steps: int) -> Trial:
-    """Take outer steps: milliseconds of each, how they were divided, and where they led. The solver is closed then."""
+    """Take outer steps: their milliseconds, how they were divided, and the end point. Closes the solver."""
     device = solver.problem.theta.device
     executor = solver.executor
     found: Trial = {key: [] for key in ("milliseconds", "inner", "waited", "curvature")}
@@ -252,7 +253,7 @@ def measured(solver: Solver, warmup: int, steps: int) -> Trial:
 
 
 def _take_part(case: Case, warmup: int, steps: int) -> None:
-    """In a process that `bench` has started: measure the one execution it is there for, and say so to who started it."""
+    """In a process that `bench` started: measure its one execution and report to the parent."""
     if LAUNCHER not in os.environ:
         raise InputError("bench starts the processes of a distributed execution itself. Run it without torchrun.")
     tie_to_launcher()
@@ -265,7 +266,7 @@ def _take_part(case: Case, warmup: int, steps: int) -> None:
 
 
 def _launched(words: Sequence[str], executor: Distributed, as_json: bool) -> Trial:
-    """What the first of several processes measured; they start and end here."""
+    """The measurements of the first of several processes, which are started and ended here."""
     heard = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with redirect_stdout(heard):
         launch(words, executor.roles, 0, executor.timeout)

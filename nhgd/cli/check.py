@@ -1,4 +1,4 @@
-"""`nhgd check`: every inverse against the exact hypergradient of a task, where it is solved or along a run."""
+"""`nhgd check`: every inverse against the exact hypergradient of a task, at its solution or along a run."""
 
 from __future__ import annotations
 
@@ -157,14 +157,16 @@ def _along_the_run(
 
 
 def _renamed(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
-    """The rows of several points with the names that were given; a point may have one more row, the run's own, before them."""
+    """The rows of several points with the names that were given; a point may have one more row, the run's own,
+    before them.
+    """
     each = len(rows) // len({row["step"] for row in rows}) if rows else 1
     own = each - len(names)
     return [row if i % each < own else row | {"inverse": names[i % each - own]} for i, row in enumerate(rows)]
 
 
 def _leave_out_exact(compared: dict[str, AbstractInverse], every: bool, instance: Instance) -> None:
-    """Of all inverses, where theta is too large for it."""
+    """Drop the exact inverse if theta is too large for it."""
     if every and instance.problem.theta.numel > EXACT_BELOW:
         compared.pop("exact")
 

@@ -51,7 +51,9 @@ def clean(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Find mislabelled rows. --out has every row in its order, with weight, suspect, suggested_label and wrong_score added."""
+    """Find mislabelled rows. --out has every row in its order, with weight, suspect, suggested_label and wrong_score
+    added.
+    """
     _check_out("--out", out, train, trusted)
     if cleaned is not None:
         _check_out("--cleaned", cleaned, train, trusted)
@@ -113,7 +115,7 @@ def _fit(cleaner: Any, X: Any, y: list[str], given: dict[str, Any]) -> None:
 
 
 def _write(path: Path, rows: Table, cleaner: Any) -> None:
-    """Every row in its order, with what was found."""
+    """Write every row in its order, with the findings."""
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*rows.header, *ADDED])
@@ -126,7 +128,7 @@ def _write(path: Path, rows: Table, cleaner: Any) -> None:
 
 
 def _write_cleaned(path: Path, rows: Table, label: str, cleaner: Any, relabel: bool) -> None:
-    """The rows that are believed, and with `relabel` the others with the label that was suggested."""
+    """Write the trusted rows and, with `relabel`, the others with the suggested label."""
     place = rows.header.index(label)
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
@@ -139,7 +141,7 @@ def _write_cleaned(path: Path, rows: Table, label: str, cleaner: Any, relabel: b
 
 
 def _by_class(cleaner: Any, y: list[str]) -> list[dict[str, Any]]:
-    """For each class how many rows have it, how many of them are suspect, and what is suggested for those."""
+    """For each class its rows, its suspects, and the labels suggested for those."""
     names = [str(name) for name in cleaner.classes_]
     found = []
     for name, counts in zip(names, cleaner.issue_counts_.tolist(), strict=True):
@@ -168,7 +170,7 @@ def _names(text: str | None) -> set[str]:
 def _numbers(
     rows: Table, examples: Table | None, label: str, ignore: set[str], categorical: set[str], impute: bool
 ) -> tuple[Any, list[str], dict[str, Any]]:
-    """Features and labels of the rows, and those of the trusted ones as further arguments of a fit."""
+    """Features and labels of the rows, and those of the trusted rows as further arguments of fit."""
     for added in ADDED:
         if added in rows.header:
             raise InputError(f"{rows.path} already has a column {added!r}, which the result would add. Rename it.")
@@ -204,7 +206,7 @@ def _numbers(
 
 
 def _spelt_alike(answers: list[str], classes: Iterable[str]) -> list[str]:
-    """Labels as the classes are written: 1.0 becomes 1 where that is a class, because tools that fill gaps write so."""
+    """Labels spelled as the classes are: 1.0 becomes 1 if that is a class, because tools that fill gaps write it so."""
     known = {_value(name): name for name in classes if _value(name) is not None}
     return [answer if answer in classes else known.get(_value(answer), answer) for answer in answers]
 

@@ -30,7 +30,7 @@ def fetch(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Download MNIST or Fashion-MNIST. What is there already is left alone; what broke off goes on."""
+    """Download MNIST or Fashion-MNIST. Existing files stay; an interrupted download continues."""
     with folder(out), bar(f"fetch {name}") as tick:
         files = fetch_files(name, out, tick)
     if as_json:

@@ -38,7 +38,7 @@ STEPS = 100
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What one method made of the labels: the weights (N,) of the step that the evaluation split chose, and the run."""
+    """The result of one method: the weights (N,) of the step that the evaluation split chose, and the run."""
 
     weights: Tensor
     solution: Solution
@@ -96,7 +96,7 @@ def one_thread() -> Iterator[None]:
 
 
 def clean(method: str, seed: int, sets: LabelSets) -> Cleaned:
-    """Learn the weights by a method, and keep those of the outer step at which the evaluation loss was lowest."""
+    """Learn the weights by a method, and select the outer step with the lowest evaluation loss."""
     instance = TASK.build(seed, torch.device("cpu"))
     lowest, kept = float("inf"), torch.empty(0)
 
@@ -124,7 +124,7 @@ def retrained(keep: Tensor, sets: LabelSets) -> float:
 
 
 def numbers(weights: Tensor, sets: LabelSets) -> dict[str, Any]:
-    """Before and after, beside what trusted data alone and perfect knowledge would give."""
+    """The accuracy before and after, and that of trusted data alone and of perfect knowledge."""
     kept, wrong = weights >= 0.5, sets.wrong
     everything = torch.ones_like(wrong)
     return {

@@ -1,4 +1,4 @@
-"""`nhgd list`: every name the other commands understand."""
+"""`nhgd list`: every name that the other commands accept."""
 
 from __future__ import annotations
 

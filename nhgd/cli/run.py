@@ -187,7 +187,7 @@ def _built(experiment: Experiment, seed: int, device: torch.device, data: Path |
 
 
 def _started(built: Built, seed: int, executor: AbstractExecutor, resume: bool, kept: Mapping[str, Any]) -> Solver:
-    """The solver, from its checkpoint where there is one to resume."""
+    """The solver, resumed from its checkpoint if there is one to resume."""
     resuming = resume and exists(kept["checkpoint"])
     if resume and not resuming:
         print(f"There is no checkpoint in {kept['checkpoint']} yet: a new run begins.", file=sys.stderr)
@@ -198,7 +198,7 @@ def _started(built: Built, seed: int, executor: AbstractExecutor, resume: bool, 
 
 
 def _numbers(solution: Solution) -> dict[str, Any]:
-    """What the solution tells by itself, its metrics not yet computed."""
+    """The numbers of the solution, without metrics."""
     stats, history = solution.stats, solution.history
     return {
         **{name: stats[name] for name in ("execution", "threads", "steps", "seconds", "oracle_calls", "stagnation")},
@@ -236,7 +236,7 @@ def _check_restarts(restarts: int, execution: str, resume: bool) -> None:
 def _kept(
     checkpoint: Path | None, every: str | None, resume: bool, overwrite: bool, out: Path | None
 ) -> dict[str, Any]:
-    """The settings of the solver that say where and how often the run is kept; none where it is not."""
+    """The checkpoint settings of the solver; none without a folder."""
     if resume and overwrite:
         raise InputError("--resume continues a run and --overwrite begins one in its place. Omit one of them.")
     if checkpoint is None and resume:

@@ -1,4 +1,4 @@
-"""A batch is whatever the user's loader yields: a tensor, or tensors in tuples, lists, mappings and dataclasses.
+"""Batches: whatever the user's loader yields, a tensor or tensors in tuples, lists, mappings and dataclasses.
 
 Other objects that hold tensors, such as graphs and packed sequences, are not looked into for samples: how many they have is
 known from the losses alone. They are moved by their own `.to()`, and their tensors are seen by `first_bad` and `fingerprint`.
@@ -22,7 +22,7 @@ _DEEP = 4  # how far into objects of other kinds tensors are looked for
 
 
 def _opaque(batch: Batch) -> Iterator[tuple[str, Any]]:
-    """The leaves other than tensors that may hold samples of their own."""
+    """Leaves other than tensors that may hold samples of their own."""
     for path, leaf in leaves(batch):
         if not isinstance(leaf, Tensor) and (isinstance(leaf, np.ndarray) or _can_move(leaf)):
             yield path, leaf
@@ -49,7 +49,7 @@ def _inside(thing: Any, path: str, deep: int = _DEEP) -> Iterator[tuple[str, Ten
 
 
 def _all(batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a batch, also those in objects of other kinds."""
+    """Every tensor of a batch, including those in other objects."""
     yield from named_tensors(batch)
     for path, thing in _opaque(batch):
         yield from _inside(thing, path)
@@ -105,7 +105,7 @@ def sizes(batches: Sequence[Batch], name: str) -> list[int]:
 
 
 def first_bad(batch: Batch) -> str | None:
-    """Where the first nan or inf of a batch lies, in words, or None."""
+    """The place of the first nan or inf of a batch, in words, or None."""
     for path, tensor in _all(batch):
         if tensor.is_floating_point() and tensor.numel() and not bool(torch.isfinite(tensor).all()):
             where = torch.nonzero(~torch.isfinite(tensor.reshape(tensor.shape[0] if tensor.ndim else 1, -1)).all(1))[0]
@@ -115,7 +115,7 @@ def first_bad(batch: Batch) -> str | None:
 
 
 def fingerprint(batch: Batch, most: int = 2**16) -> str:
-    """What tells a batch from others: a hash of its shapes and dtypes and of up to `most` numbers of each tensor.
+    """A hash of a batch: of its shapes and dtypes and of up to `most` numbers of each tensor.
 
     >>> fingerprint((torch.zeros(3), torch.ones(2))) == fingerprint((torch.zeros(3), torch.ones(2)))
     True

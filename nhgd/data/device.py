@@ -1,4 +1,4 @@
-"""The device that something was told to use, made sure of."""
+"""Checks that a requested device exists."""
 
 from __future__ import annotations
 

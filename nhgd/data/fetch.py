@@ -1,4 +1,4 @@
-"""Downloading image sets: checked by size and hash, continued where a line broke, kept in a cache."""
+"""Downloads of image sets: checked by size and hash, resumable, cached."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def cache() -> Path:
 
 
 def fetch(name: str, folder: Path | None = None, tell: Callable[[float, str], None] | None = None) -> list[Path]:
-    """Download an image set, or what is missing of it, and return its four files.
+    """Download an image set, or its missing files; returns its four files.
 
     A file that is there and right is left alone; one that broke off goes on where it stopped; a mirror that fails, lies or
     takes too long is followed by the next. Nothing but a file with the right size and sums gets its final name, and no more
@@ -160,7 +160,7 @@ def fetch(name: str, folder: Path | None = None, tell: Callable[[float, str], No
 
 
 class Resuming:
-    """A downloader for pooch that goes on where the last try broke off, and takes what it expects or nothing.
+    """A downloader for pooch that continues an interrupted download and accepts only the expected file.
 
     Args:
         part: where what has come is kept.
@@ -198,7 +198,7 @@ class Resuming:
         return sums == (self.expected.sha256, self.expected.md5)
 
     def _continued(self, url: str, have: int, deadline: Deadline) -> bool:
-        """Ask for what is missing, and take no more; whether the whole is right. From the start, it is refused if not."""
+        """Request the missing part; whether the file is complete. A wrong complete file is an error."""
         begun = have
         if have < self.expected.size:
             request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})  # noqa: S310  checked
@@ -223,7 +223,7 @@ class Resuming:
         return right
 
     def _taken(self, answer: Any, have: int, mode: str, deadline: Deadline) -> int:
-        """Write what comes to the part; how many bytes."""
+        """Append the response to the partial file; returns the number of bytes."""
         said = answer.headers.get("Content-Length", "")
         if said.isdecimal() and have + int(said) > self.expected.size:
             raise ValueError(f"it offers {have + int(said)} bytes, and the file has {self.expected.size}")
@@ -291,7 +291,7 @@ class Deadline:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows a server to other pages of the web, and never from a secure one to one that is not."""
+    """Follows redirects, but never from https to an insecure address."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         _check_web(newurl)
@@ -319,7 +319,7 @@ class _SecureWeb(urllib.request.HTTPSHandler):
 
 
 def _watched(kind: type[HTTPConnection], deadline: Deadline) -> Any:
-    """A connection that tells its deadline of its line."""
+    """A connection that enforces its deadline on its socket."""
 
     class Watched(kind):  # type: ignore[misc, valid-type]  # plain or secure
         def connect(self) -> None:

@@ -85,7 +85,8 @@ def _parse(file: BufferedIOBase, path: Path) -> np.ndarray[Any, np.dtype[np.uint
 
 
 def find(name: str, data: str | Path | None, cached: bool = False) -> Path | None:
-    """The folder that holds the four files of an image set: under `data`, else under NHGD_DATA; None when neither is set.
+    """The folder that holds the four files of an image set: under `data`, else under NHGD_DATA; None when neither is
+    set.
 
     A place that was named but does not hold the files is an error: there is no silent fallback. With `cached`, what
     `nhgd data fetch` has left is taken when no place was named.

@@ -132,7 +132,9 @@ def gathered_rows(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def _tensor(array: Any, device: torch.device | str | None) -> Tensor:
-    """The array as a dense tensor with numbers in it; memory is shared where torch can: not read-only, nor backwards."""
+    """The array as a dense tensor with numbers in it; memory is shared where torch can: not read-only, nor
+    backwards.
+    """
     if isinstance(array, np.ndarray) and not (array.flags.writeable and all(s >= 0 for s in array.strides)):
         array = array.copy()
     try:
@@ -146,7 +148,7 @@ def _tensor(array: Any, device: torch.device | str | None) -> Tensor:
 
 
 def one_batch(given: Any, name: str) -> Batch:
-    """What was given as one batch, unless it is a walk over many."""
+    """Return a single batch, and refuse an iterable of many."""
     if isinstance(given, (Data, DataLoader, Iterator)):
         kind = type(given).__name__
         example = "next(iter(data))" if not isinstance(given, Iterator) else "next(batches)"
@@ -158,7 +160,7 @@ def one_batch(given: Any, name: str) -> Batch:
 
 
 def inner_batches(inner_batch: Batch, inner_data: Iterable[Batch] | None, device: torch.device) -> list[Batch]:
-    """Where the inner objective is taken: on inner_data if it is given, else on the one batch."""
+    """The batches of the inner objective: those of inner_data if given, else the one batch."""
     if inner_data is None:
         batches = [one_batch(inner_batch, "inner_batch")]
     else:

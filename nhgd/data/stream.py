@@ -18,7 +18,7 @@ from nhgd.errors import InputError
 
 
 class _Drawn(NamedTuple):
-    """The samples of a batch that nobody in the host's program has asked for yet."""
+    """The sample indices of a batch that the host has not needed yet."""
 
     samples: Tensor
 
@@ -48,7 +48,8 @@ class Stream:
 
     @property
     def values(self) -> int | None:
-        """How many numbers a pass has in the smallest of its tensors, most often the labels; None where that would take a walk.
+        """The numbers in the smallest tensor of a pass, usually its labels; None if that would need a walk over the
+        data.
 
         A DataLoader has one for each of its samples.
         """
@@ -63,7 +64,7 @@ class Stream:
         return None
 
     def peek(self) -> Batch:
-        """The first batch of a pass; the walk and torch's generator stay where they are."""
+        """The first batch of a pass, without advancing the walk or torch's generator."""
         before = torch.get_rng_state()
         try:
             return Stream(self.source, self.name, self.device).next()
@@ -78,7 +79,7 @@ class Stream:
         return self._last
 
     def next(self) -> Batch:
-        """The next batch; a new pass begins when one ends."""
+        """The next batch; a new pass starts after the last."""
         noting = tape.tape()
         if noting is not None:
             if self.is_constant:
@@ -88,7 +89,7 @@ class Stream:
         return self._advance(next)
 
     def next_index(self) -> Tensor:
-        """The samples of the next batch in place of the batch, where the source is `Data`."""
+        """The sample indices of the next batch, for a source that is `Data`."""
 
         def drawn(walk: Iterator[Batch]) -> Batch:
             assert isinstance(walk, Walk)
@@ -116,7 +117,7 @@ class Stream:
         return next(iter(self.source))
 
     def refusal(self) -> str | None:
-        """Why the batches of a captured step cannot be gathered on the device; None where they can."""
+        """Why the batches of a captured step cannot be gathered on the device, as a clause; None if they can."""
         source = self.source
         if self.is_constant:
             found = list(tensors(self.constant))
@@ -193,7 +194,7 @@ class Stream:
             generator.set_state(state)
 
     def position(self) -> dict[str, Any]:
-        """Where the walk is: enough for `go_to` to walk there again. Needs `remember`."""
+        """The position of the walk, for `go_to`. Needs `remember`."""
         assert self.remember
         return {
             "passes": self.passes,

@@ -28,7 +28,7 @@ class UnseenCategoryWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Table:
-    """A header and rows of text, as they stand in the file. Row 1 is the first below the header."""
+    """A header and rows of text, as in the file. Row 1 is the first below the header."""
 
     path: Path
     header: list[str]
@@ -36,7 +36,7 @@ class Table:
 
     @cached_property
     def _places(self) -> dict[str, int]:
-        """Where each column stands; a table may have very many."""
+        """The index of each column; a table may have many."""
         return {name: place for place, name in enumerate(self.header)}
 
     def column(self, name: str) -> list[str]:
@@ -78,7 +78,7 @@ def read_table(path: Path) -> Table:
 
 
 def _without_nul(file: Iterator[str], path: Path) -> Iterator[str]:
-    """The lines of a text file; zero bytes are text in no CSV, but in other encodings and in other kinds of files."""
+    """The lines of a text file; zero bytes occur in other encodings and file types, never in CSV."""
     for number, line in enumerate(file, start=1):
         if "\0" in line:
             raise InputError(
@@ -104,7 +104,7 @@ def _check_header(path: Path, header: list[str]) -> None:
 
 
 def missing(cell: str) -> bool:
-    """Whether a cell says that nothing is known."""
+    """Whether a cell marks a missing value."""
     return cell.strip().lower() in MISSING
 
 
@@ -118,7 +118,7 @@ def _number(cell: str) -> float | None:
 
 @dataclass
 class Features:
-    """How the columns of a table become numbers: numeric ones as they are, others one column a category.
+    """How the columns of a table become numbers: numeric ones unchanged, others one column for each category.
 
     A column is numeric when all its cells are numbers. Where nine of ten are, the others are taken for mistakes and
     refused, since a stray word would otherwise make a category of every number.
@@ -135,7 +135,7 @@ class Features:
     categories: dict[str, list[str]] = field(default_factory=dict)
 
     def fit(self, table: Table, names: list[str]) -> Features:
-        """Decide, for each named column, what it is."""
+        """Decide the type of each named column."""
         self.names = names
         if not names:
             raise InputError(
@@ -216,7 +216,7 @@ class Features:
 
 
 def labels(table: Table, name: str) -> list[str]:
-    """The labels of a column, and a sentence where there is none."""
+    """The labels of a column; a missing one is an error."""
     cells = [cell.strip() for cell in table.column(name)]
     rows = [number for number, cell in enumerate(cells, start=1) if missing(cell)]
     if rows:

@@ -22,7 +22,7 @@ RANK_SEED = 0x9E3779B97F4A7C15  # far apart, so that the seeds of one worker are
 
 
 class AbstractTeam(ABC):
-    """Who shares one inner batch: `size` workers, of which this is number `rank`."""
+    """The workers that share one inner batch: `size` of them, this one being number `rank`."""
 
     rank: int
     size: int
@@ -34,11 +34,11 @@ class AbstractTeam(ABC):
 
     @abstractmethod
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite tensors, in place, by those of the first worker."""
+        """Overwrite tensors in place by those of the first worker."""
 
     @abstractmethod
     def assert_equal(self, **things: Iterable[Tensor]) -> None:
-        """Stop the run when what ought to be the same on all workers, by name, is not."""
+        """Stop the run if named values that should be equal on all workers are not."""
 
     def seed(self, seed: int) -> int:
         """A seed of this worker's own from one that all workers know."""
@@ -103,7 +103,7 @@ class Team(AbstractTeam):
 
     @staticmethod
     def of(group: Any = None, timeout: float = 300.0) -> AbstractTeam:
-        """The team of a process group; `Alone` where it has one member."""
+        """The team of a process group; `Alone` if it has one member."""
         found = Team(group, timeout)
         return found if found.size > 1 else Alone()
 
@@ -115,7 +115,7 @@ class Team(AbstractTeam):
         return tuple(each + (rank < more) for rank in range(self.size))
 
     def place(self, parts: Sequence[int]) -> slice:
-        """Where this worker's part lies in the whole."""
+        """The slice of this worker's part in the whole."""
         start = sum(parts[: self.rank])
         return slice(start, start + parts[self.rank])
 
@@ -149,7 +149,7 @@ class Team(AbstractTeam):
         return self.sum([t * share for t in tensors])
 
     def sparse_sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """As `sum`, by sending entries that are not zero where they are few: the weights of one batch among many, say.
+        """As `sum`, but sends only nonzero entries if they are few, such as the weights of one batch among many.
 
         Entries with their places travel when the most that a worker has, times the workers, is below a quarter of the
         bytes of the whole; all workers decide alike. They are added in the order of the ranks.
@@ -169,7 +169,7 @@ class Team(AbstractTeam):
         return _unpacked(total, tensors)
 
     def gather(self, tensors: Sequence[Tensor], parts: Sequence[int]) -> list[Tensor]:
-        """Rows of all workers below each other, in the order of the ranks; `parts` says how many each has."""
+        """Concatenate rows of all workers in the order of the ranks; `parts` gives their numbers."""
         works = []
         most = max(parts)
         for places in _by_dtype(tensors).values():
@@ -194,7 +194,7 @@ class Team(AbstractTeam):
         return [gathered[i] for i in range(len(tensors))]
 
     def exchange(self, likes: Sequence[Tensor], owners: Sequence[int], make: Callable[[int], Tensor]) -> list[Tensor]:
-        """Item i made by its owner alone, on every worker. Its shape, dtype and device are those of `likes[i]`."""
+        """Distribute item i from its owner to every worker. Its shape, dtype and device are those of `likes[i]`."""
         works = []
         for owner in range(self.size):
             items = [i for i, who in enumerate(owners) if who == owner]
@@ -220,7 +220,7 @@ class Team(AbstractTeam):
         return self.exchange(likes, self.divide(costs), make)
 
     def map_rows(self, count: int, make: Callable[[slice], Tensor]) -> Tensor:
-        """A tensor of `count` rows, of which every worker makes some."""
+        """A tensor of `count` rows, computed in parts by all workers."""
         parts = self.parts(count)
         return self.gather([make(self.place(parts))], parts)[0]
 
@@ -250,7 +250,7 @@ class Team(AbstractTeam):
 
     @override
     def assert_equal(self, **things: Iterable[Tensor]) -> None:
-        """Stop the run when what ought to be the same on all workers, by name, is not."""
+        """Stop the run if named values that should be equal on all workers are not."""
         digests = torch.tensor([[_digest(tensors) for tensors in things.values()]], dtype=torch.int64)
         found = self.gather([digests], [1] * self.size)[0]  # (size, things)
         for column, name in enumerate(things):
@@ -270,14 +270,14 @@ class Team(AbstractTeam):
     # The wire.
 
     def _start(self, collective: Callable[..., Any], *args: Any) -> Any:
-        """Begin a collective; `_wait` ends it."""
+        """Start a collective; `_wait` completes it."""
         try:
             return collective(*args, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self._lost(None) from error
 
     def _wait(self, work: Any) -> None:
-        """Until a collective is done: every wait for other workers is here."""
+        """Wait for a collective. Every wait for other workers is here."""
         began = time.monotonic()
         try:
             done = work.wait(timedelta(seconds=self.timeout))
@@ -288,11 +288,11 @@ class Team(AbstractTeam):
             raise self._lost(self.timeout)
 
     def close(self) -> None:
-        """Let go of the process group."""
+        """Destroy the process group."""
         self.group = None
 
     def _lost(self, silent: float | None) -> PeerError:
-        """The error of others that did not answer for so many seconds, or of a connection that was closed."""
+        """The error for workers that did not answer within this time, or whose connection was closed."""
         reason = "a connection was closed" if silent is None else f"it did not answer within {silent:g} s"
         return PeerError(
             f"Rank {self.rank} of {self.size} has lost another worker: {reason}. Look at what the others printed last, and start"
@@ -301,7 +301,7 @@ class Team(AbstractTeam):
         )
 
     def _device(self, like: Tensor) -> torch.device:
-        """Where the wire takes tensors from: NCCL from the GPU, gloo from main memory."""
+        """The device that the backend sends from: the GPU for NCCL, main memory for gloo."""
         if not self._nccl:
             return torch.device("cpu")
         return like.device if like.is_cuda else torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,6 @@
-"""How the batches of a run are divided among workers, and whether they can be: whether a loss is a mean over samples."""
+"""How the batches of a run are divided among workers, and whether they can be: whether a loss is a mean over
+samples.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ class Division:
         return self.team.size
 
     def agreed(self, number: float) -> float:
-        """The first worker's number: what a clock or a user decides, all decide alike."""
+        """The first worker's number, so that all workers make the same decision."""
         return self.team.agreed(number)
 
     def objective(self, batch: Batch, seed: int | None = None) -> Objective:
@@ -60,7 +62,9 @@ class Division:
         return self._objective(*self._divided("inner", batch), seed)
 
     def objectives(self, batches: Sequence[Batch], seed: int) -> list[Objective]:
-        """The inner objectives on several batches, each with a seed of its own. All are sums over the workers, or none is."""
+        """The inner objectives on several batches, each with a seed of its own. All are sums over the workers, or
+        none is.
+        """
         found = [self._divided("inner", batch) for batch in batches]
         if any(shard is not None for _, shard in found) and isinstance(self.team, Team):
             replica = Shard(None, self.team)
@@ -100,7 +104,7 @@ class Division:
         return tensors + [buffer for variable in variables for buffer, _ in variable.buffers()]
 
     def _divided(self, level: Level, batch: Batch) -> tuple[Batch, Shard | None]:
-        """This worker's part of a batch, or all of it: of one worker, and where the loss is not a mean over samples."""
+        """This worker's part of a batch, or all of it if there is one worker or the loss is not a mean over samples."""
         team = self.team
         if not isinstance(team, Team) or batch is None:
             return batch, None

@@ -1,4 +1,6 @@
-"""The objectives of a batch that is divided among workers: each finds a term, and the sum over the workers is the answer."""
+"""The objectives of a batch that is divided among workers: each finds a term, and the sum over the workers is the
+answer.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ STEP_SEED = 0x9E3779B1  # odd: torch's generator on a CPU takes the low 32 bits 
 
 @final
 class DividedObjective(Objective):
-    """The inner objective on a batch, of which this worker evaluates its b of B samples. With N workers its term is
+    """The inner objective on a batch, of which this worker evaluates b of B samples. With N workers its term is
 
         (b / B) mean_i( w_i l_i ) + (1 / N) sum( l2 * theta^2 )
 
@@ -116,7 +118,7 @@ class DividedObjective(Objective):
 
 @final
 class DividedOuterObjective(OuterObjective):
-    """The outer loss on a batch, of which this worker evaluates its b of B samples: its term is b / B times their mean.
+    """The outer loss on a batch, of which this worker evaluates b of B samples: its term is b / B times their mean.
 
     Args:
         problem, seed: as of `OuterObjective`.

@@ -27,7 +27,7 @@ from nhgd.record import BatchGradient, InnerRecord, Reduction
 
 @dataclass(frozen=True)
 class Shard(Reduction):
-    """The part of a batch that this worker evaluates, and what makes of it what the whole batch gives.
+    """This worker's part of a batch, and the reductions that turn its results into those of the whole batch.
 
     Attributes:
         parts: how many samples each worker has, by rank; None where every worker evaluates all of the batch.
@@ -56,7 +56,7 @@ class Shard(Reduction):
 
     @contextmanager
     def drawing(self, seed: int, device: torch.device) -> Iterator[int | None]:
-        """Dropout for the samples of this worker, from a seed of its own; the common generators stand still.
+        """Dropout of this worker's samples, from a seed of its own; the global generators do not move.
 
         What is yielded is the seed that is left to be set inside.
         """
@@ -125,7 +125,7 @@ def divided(batch: Batch, team: Team, step: int = 0) -> tuple[Batch, Shard | Non
 
 
 def adopted(batch: Batch, team: Team, step: int = 0) -> Shard:
-    """What a batch is that is this worker's part already, as a DistributedSampler gives it."""
+    """A batch that is this worker's part already, as a DistributedSampler yields it."""
     samples = common_length(batch)
     if samples is None:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Curvature that a thread keeps while the inner loop goes on: what thread, stream and device have in common."""
+"""Curvature updated by a thread while the inner loop runs: the common part of thread, stream and device."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ class AbstractBackground(AbstractExecutor):
 
     @abstractmethod
     def _prepare(self, theta: Variable) -> None:
-        """Make what the backend needs for this theta, and the stopwatch `busy` for where curvature is kept."""
+        """Create what the backend needs for this theta, and the stopwatch `busy` of the curvature work."""
 
     def _first(self, learner: Learned[Any], theta: Variable) -> Any:
-        """The first state, where it is to be kept."""
+        """The first state, on the device of the curvature."""
         return learner.init(theta)
 
     def _mark(self) -> Callable[[], None]:
-        """In the inner loop's thread: how the other thread waits for what was launched until now."""
+        """In the inner loop's thread: how the worker thread waits for the work launched so far."""
         return lambda: None
 
     def _received(self, record: InnerRecord) -> InnerRecord:
-        """In the thread: the record where the curvature is kept."""
+        """In the worker thread: the record on the device of the curvature."""
         return record
 
     def _folded(self, state: Any, record: InnerRecord) -> Any:
@@ -82,7 +82,7 @@ class AbstractBackground(AbstractExecutor):
 
     @override
     def begin(self) -> None:
-        """Tell the inverse, after the records before, that a new outer step begins."""
+        """Start a new outer step of the inverse, after the records before it."""
         learner, queue = self.learner, self.queue
         if not queue.is_open or learner is None:
             return
@@ -145,14 +145,14 @@ class AbstractBackground(AbstractExecutor):
         return self.queue.unfinished > 0
 
     def raise_deferred(self) -> None:
-        """Look at what the device has found by now; nothing is waited for."""
+        """Check what the device has found so far, without waiting."""
         queue = self.queue
         while queue.launched and queue.launched[0].done.query():
             queue.settle()
 
     @override
     def root_cause(self, error: NhgdError) -> NhgdError:
-        """The error, or what the curvature had to say before it."""
+        """The error, or an earlier one of the curvature that explains it."""
         if self.queue.error is None:
             try:
                 self.drain()
@@ -173,7 +173,7 @@ class AbstractBackground(AbstractExecutor):
 
     @override
     def curvature(self) -> Curvature:
-        """What an outer step solves with: all that was submitted, unless `stale` ones are wanted.
+        """The curvature to solve with: all submitted records, unless `stale` is set.
 
         On a CUDA device the work may still be under way, and what reads the state waits for it there.
         """
@@ -194,5 +194,5 @@ class AbstractBackground(AbstractExecutor):
 
     @override
     def close(self) -> None:
-        """End the thread; what is still queued is dropped."""
+        """Stop the thread; queued records are dropped."""
         self.queue.close()

@@ -47,7 +47,7 @@ class GraphCache:
         given: list[list[Tensor]] | None = None,
         capture: bool = True,
     ) -> Any:
-        """What the work gives for each record, joined; computed by a graph where there is one for such records.
+        """The result of the work for these records, joined; replayed from a graph if there is one.
 
         `given` are the tensors of each record, where they are known. A graph is captured by calls with `capture`. Those must be
         in the inner loop's thread: until torch 2.13 no other thread may draw random numbers on the GPU meanwhile, such as those
@@ -115,7 +115,7 @@ class GraphCache:
 def _key(
     graphables: Sequence[Graphable], records: Sequence[InnerRecord], given: list[list[Tensor]], joined: Hashable
 ) -> Hashable:
-    """What a graph can be used again for; made for each record, so made quickly."""
+    """What a graph depends on. Computed for each record, so it must be fast."""
     works = [graphable.key for graphable in graphables]
     forms = [(type(r), r.samples, _names(r), len(some)) for r, some in zip(records, given, strict=True)]
     return (joined, *works, *forms, *[(t.shape, t.dtype, t.stride()) for some in given for t in some])

@@ -17,7 +17,7 @@ from nhgd.execution.base import Traffic
 
 
 class Launched(NamedTuple):
-    """Records that are being folded in on a CUDA device: when that is done, and what is done then.
+    """Records being folded in on a CUDA device: the event of their end, and what to do then.
 
     `given` are their tensors, which are kept until then, with their versions. `finalise` makes the state after them, where that
     takes numbers which the device must give first.
@@ -124,7 +124,7 @@ class Queue:
             self.wait(lambda: self.unfinished == 0 and not self.launched)
 
     def settle(self) -> None:
-        """Wait until the device has done the oldest records, and look at what it read and found."""
+        """Wait for the oldest records on the device, and check their results."""
         launched = self.launched[0]
         launched.done.synchronize()
         try:
@@ -137,7 +137,7 @@ class Queue:
         self.launched.popleft()
 
     def raise_error(self) -> None:
-        """Raise what the thread has raised."""
+        """Raise the error of the thread."""
         if self.error is not None:
             raise self.error
 
@@ -150,7 +150,8 @@ class Queue:
             )
 
     def copied(self, copy: Callable[[], tuple[Any, Callable[[], None]]]) -> tuple[Any, int]:
-        """The state, and how many records it lacks. With none that wait for the thread it is the state itself, else a copy.
+        """The state, and how many records it lacks. With none that wait for the thread it is the state itself, else
+        a copy.
 
         What the thread has launched on a device is in the copy, and nothing that it launches later is waited for.
 
@@ -170,7 +171,7 @@ class Queue:
         return state, lag
 
     def close(self) -> None:
-        """End the thread; what is still queued is dropped."""
+        """Stop the thread; queued records are dropped."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

@@ -1,4 +1,4 @@
-"""Solving where the curvature is, rather than moving it."""
+"""Solving where the curvature is kept, instead of moving it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RemoteInverse(Learned[Any]):
 
     @property
     def label(self) -> str:
-        """That of the inverse."""
+        """The label of the inverse."""
         return label(self.inverse)
 
     @property
@@ -67,6 +67,6 @@ class RemoteInverse(Learned[Any]):
 
 
 def asking(inverse: AbstractInverse, ask: Ask) -> AbstractInverse:
-    """The inverse as the inner loop sees it: with a learner that asks for what was learnt, if it has one."""
+    """The inverse as the inner loop sees it: its learner, if any, solves remotely."""
     learner = inverse.learner
     return inverse if learner is None else with_learner(inverse, RemoteInverse(learner, ask))

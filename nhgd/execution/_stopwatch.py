@@ -1,4 +1,4 @@
-"""How long a piece of work takes where it runs, without stopping for it."""
+"""Timing of work on its own device, without synchronisation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[torch.cuda.Event | None]:
-        """The time of this section counts, on the stream that is current here; the event of its end, on a CUDA device."""
+        """The time of this section counts, on the stream that is current here; the event of its end, on a CUDA
+        device.
+        """
         if self._device.type != "cuda":
             began = time.perf_counter()
             try:
@@ -47,7 +49,7 @@ class Stopwatch:
             self.end(first, stream, last)
 
     def begin(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """A section begins on a stream; give the event to `end`."""
+        """Start a section on a stream; pass the returned event to `end`."""
         first = self._free.popleft() if self._free else torch.cuda.Event(enable_timing=True)  # one thread begins
         first.record(stream)
         return first

@@ -17,7 +17,7 @@ from nhgd.variable import Variable
 
 @dataclass
 class Traffic:
-    """What an executor did so far.
+    """The work and communication of an executor so far.
 
     Attributes:
         processes: how many take part.
@@ -43,7 +43,7 @@ class Traffic:
         return min(1.0, max(0.0, 1 - self.waited_seconds / self.curvature_seconds))
 
     def since(self, earlier: Traffic) -> Traffic:
-        """What was done between two readings."""
+        """The difference of two readings."""
         return Traffic(
             self.processes,
             self.records - earlier.records,
@@ -55,7 +55,7 @@ class Traffic:
 
 
 class Curvature(NamedTuple):
-    """What an algorithm solves with: the inverse, its state, and how many submitted records that lacks."""
+    """The curvature that an algorithm solves with: the inverse, its state, and the number of missing records."""
 
     inverse: AbstractInverse
     state: Any
@@ -109,7 +109,7 @@ class AbstractExecutor(ABC):
         self.group = Group()
 
     def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
-        """Keep the state of this inverse from now on; a backend makes the first one here.
+        """Keep the state of this inverse from now on; a backend creates the first one here.
 
         Records may share memory with theta and v, which will move.
         """
@@ -117,7 +117,7 @@ class AbstractExecutor(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """A new outer step begins: after the records before, `begun` is due (`nhgd.inverse.capabilities`)."""
+        """Start a new outer step: after the records before it, `begun` is due (`nhgd.inverse.capabilities`)."""
 
     @abstractmethod
     def submit(self, record: InnerRecord) -> None:
@@ -132,41 +132,43 @@ class AbstractExecutor(ABC):
         """Go on from a state that `keep` gave, here or in another backend, after `start`; the executor owns it now."""
 
     def keep(self) -> Any:
-        """The state itself, every submitted record in it, for a checkpoint. Where `state` gives a token, it is fetched."""
+        """The state itself, every submitted record in it, for a checkpoint. Where `state` gives a token, it is
+        fetched.
+        """
         return self.state(wait=True)[0]
 
     def curvature(self) -> Curvature:
-        """What an outer step solves with: everything submitted, unless `stale` ones are wanted."""
+        """The curvature to solve with: all submitted records, unless `stale` is set."""
         return Curvature(self.inverse, *self.state(wait=not self.stale))
 
     def measured(self) -> Traffic:
-        """What was done so far, as a copy that stays as it is; the next reading begins a new largest lag."""
+        """A copy of the work done so far; starts a new largest lag."""
         found = Traffic(**vars(self.traffic))
         self.traffic.largest_lag = 0
         return found
 
     def root_cause(self, error: NhgdError) -> NhgdError:
-        """The error, or the one behind it: of another process, or of curvature that is looked at late."""
+        """The error, or its cause: an error of another process, or a deferred one of the curvature."""
         return self.group.root_cause(error)
 
     def close(self) -> None:  # noqa: B027
-        """Let go of threads, streams and peers."""
+        """Release threads, streams and peers."""
 
 
 @runtime_checkable
 class SupportsOverlap(Protocol):
-    """An executor whose work on records goes on while an outer step does."""
+    """An executor that processes records while the inner loop runs."""
 
     def scope(self) -> AbstractContextManager[None]:
         """The setting of an outer step in the inner loop's thread."""
         ...
 
     def inner_loop_ended(self) -> bool:
-        """The inner loop has ended, and what it handed over will soon be asked for; whether that will be waited for."""
+        """Prepare for the solve, at the end of the inner loop; whether the solve will wait for records."""
         ...
 
     def raise_deferred(self) -> None:
-        """Before v moves: raise what the curvature that was solved with had to be refused for, where that is known only now."""
+        """Raise deferred errors of the curvature before v moves."""
         ...
 
 

@@ -107,7 +107,7 @@ class Device(AbstractBackground):
         return map_tensors(self._moved, record)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """A tensor of the home device, on the other one, ready for its stream."""
+        """A tensor of the home device, copied to the other one and ready for its stream."""
         assert self.device is not None
         self._count(tensor)
         if tensor.device == self.device:
@@ -149,7 +149,7 @@ class Device(AbstractBackground):
 
     @override
     def curvature(self) -> Curvature:
-        """What an outer step solves with: a stand-in for the inverse, which solves where the state is."""
+        """A stand-in for the inverse that solves where the state is kept."""
         found = super().curvature()
         return found._replace(inverse=asking(found.inverse, self._ask))
 

@@ -14,14 +14,14 @@ from nhgd.variable import Variable
 
 
 class Report(NamedTuple):
-    """What the process that leads tells those that only served, at the end: plain values, and tensors."""
+    """The final report of the leading process to those that served: plain values, and tensors."""
 
     text: dict[str, Any]
     tensors: list[Tensor]
 
 
 class Group:
-    """This process, and perhaps others that share its inner batches. Nothing of it is anywhere else.
+    """This process and those that share its inner batches. Only this class knows of other processes.
 
     Args:
         team: the workers that share the inner batches.
@@ -35,11 +35,11 @@ class Group:
 
     @property
     def pool(self) -> Pool | None:
-        """Whoever divides the work on what all of them hold; None where there is one worker."""
+        """The pool that divides work on data all of its members hold; None for one worker."""
         return self.team if isinstance(self.team, Team) else None
 
     def join(self, theta: Variable) -> None:
-        """Meet the other processes, if there are any, before anything else is done."""
+        """Meet the other processes, if any, before anything else."""
 
     @property
     def leads(self) -> bool:
@@ -52,7 +52,7 @@ class Group:
         return False
 
     def serve(self) -> Report:
-        """Keep curvature for others until they have finished; what they report."""
+        """Keep curvature for others until they have finished; returns their report."""
         raise InputError("This process keeps no curvature for others.")
 
     def agreed(self, settings: dict[str, Any]) -> dict[str, Any]:
@@ -63,11 +63,11 @@ class Group:
         """The run has ended well: those who served may go."""
 
     def fail(self, error: BaseException) -> None:
-        """The run has failed here: leave the others, who learn why."""
+        """After a failure here: inform the others, and leave."""
 
     def root_cause(self, error: NhgdError) -> NhgdError:
-        """The error, or that of another process which is behind it."""
+        """The error, or the one of another process that caused it."""
         return error
 
     def close(self) -> None:
-        """Leave the others."""
+        """Leave the group."""

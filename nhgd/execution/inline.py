@@ -66,7 +66,7 @@ class Inline(AbstractExecutor):
 
     @override
     def curvature(self) -> Curvature:
-        """The state as it stands; what a solve would make of it first is divided, where it can be."""
+        """The current state, with its preparation for the solve divided among workers if possible."""
         state, pool = self._state, self.group.pool
         if pool is not None and isinstance(self.learner, SupportsDivision):
             state = self.learner.divided(state, pool)
@@ -78,7 +78,7 @@ class Inline(AbstractExecutor):
 
     @override
     def measured(self) -> Traffic:
-        """What was done so far; the inner loop waited for all of it."""
+        """The work so far; the inner loop waited for all of it."""
         if hasattr(self, "_busy"):
             self.traffic.curvature_seconds += self._busy.take()
             self.traffic.waited_seconds = self.traffic.curvature_seconds

@@ -31,7 +31,7 @@ Gathered: TypeAlias = tuple[InnerRecord, list[Tensor], list[tuple[Tensor, int]]]
 
 @final
 class Stream(AbstractBackground):
-    """On a second stream of the same GPU: kernels of both run side by side where the GPU has room.
+    """On a second stream of the same GPU: kernels of both streams run concurrently if the GPU has room.
 
     A thread launches on the side stream, because some factorisations make their caller wait. The two streams wait for
     each other by events: the side stream for the inner step that made a record, the inner stream for the last record
@@ -110,7 +110,7 @@ class Stream(AbstractBackground):
     @contextmanager
     @override
     def scope(self) -> Iterator[None]:
-        """An outer step runs on the inner stream, after what was launched before it and before what comes next."""
+        """Run an outer step on the inner stream, after earlier work and before later work."""
         if self._side is None:
             yield
             return
@@ -128,12 +128,12 @@ class Stream(AbstractBackground):
             here.wait_event(self._marker)
 
     def _current(self) -> torch.cuda.Stream:
-        """The stream of the inner loop; torch is asked only outside of `scope`, because it takes long to say."""
+        """The stream of the inner loop; torch is queried only outside of `scope`, because that is slow."""
         assert self._side is not None
         return self._inner if self._within else torch.cuda.current_stream(self._side.device)
 
     def _switch(self, stream: torch.cuda.Stream, device: int | None = None) -> int | None:
-        """Make a stream the current one, and a device if one is given; the device before, where there are several."""
+        """Make a stream current, and a device if one is given; returns the previous device if there are several."""
         before = torch.cuda.current_device() if self._several else None
         torch.cuda.set_stream(stream)
         if device is not None:
@@ -148,7 +148,7 @@ class Stream(AbstractBackground):
 
     @contextmanager
     def _on_side(self) -> Iterator[None]:
-        """In the inner loop's thread: what is launched here goes to the side stream, after all that was launched before."""
+        """In the inner loop's thread: launch work on the side stream, after everything launched before."""
         side, inner = self._side, self._current()
         assert side is not None
         device = self._on(side, inner)
@@ -158,7 +158,7 @@ class Stream(AbstractBackground):
             self._switch(inner, device)
 
     def _on(self, stream: torch.cuda.Stream, before: torch.cuda.Stream) -> int | None:
-        """Make a stream the current one, which goes on after all that was launched on the other; see `_switch`."""
+        """Make a stream current, synchronised with the other one; see `_switch`."""
         self._marker.record(before)  # one event for all: a stream waits for what it meant when asked
         stream.wait_event(self._marker)
         return self._switch(stream)
@@ -209,7 +209,7 @@ class Stream(AbstractBackground):
         return found and (kind is BatchGradient or not any(map(self.moves, tensors(record))))
 
     def _launch(self) -> None:
-        """Launch the work on what was gathered, after that of a new outer step if one has begun."""
+        """Launch the work on the collected records, after that of a new outer step if one has begun."""
         if not self._gathered and not self._beginning:
             return
         side, inner = self._side, self._current()
@@ -259,7 +259,7 @@ class Stream(AbstractBackground):
         self._ahead = state
 
     def _noted(self, found: list[Tensor]) -> None:
-        """Write what the work on some records gave into the log. It is a part of the graph, so the device counts places."""
+        """Write the results for some records into the log. This is part of the graph, so the device counts the rows."""
         numbers = torch.stack(found)
         if self._log is None:
             # More places than there can be launches not looked at, so that none is written to before.
@@ -280,7 +280,7 @@ class Stream(AbstractBackground):
         return len(self._gathered) + super().outstanding()
 
     def _catch_up(self) -> None:
-        """Look at what was launched from here and not yet looked at, before the thread goes on with the state."""
+        """Check results that were launched here, before the thread takes over the state."""
         self._launch()
         if self._ahead is not None:
             self.queue.wait(lambda: not self.queue.launched)
@@ -288,7 +288,7 @@ class Stream(AbstractBackground):
 
     @override
     def inner_loop_ended(self) -> bool:
-        """Launch what was gathered; the host does not wait for what was launched from here."""
+        """Launch the collected records; the host does not wait for work launched here."""
         self._launch()
         return super().inner_loop_ended()
 
@@ -301,7 +301,7 @@ class Stream(AbstractBackground):
 
     @override
     def raise_deferred(self) -> None:
-        """Look at what the device has found by now; nothing is waited for."""
+        """Check what the device has found so far, without waiting."""
         super().raise_deferred()
         if not self.queue.launched and not self._gathered:
             self._ahead = None
@@ -340,7 +340,7 @@ class Stream(AbstractBackground):
         self._take_over()
 
     def _take_over(self) -> None:
-        """The side stream works on a state that was made elsewhere: its memory is kept until that is done."""
+        """Let the side stream use a state made elsewhere: its memory is kept alive until then."""
         assert self._side is not None
         for tensor in () if self.queue.state is None else self.queue.state.tensors().values():
             if tensor.is_cuda:
@@ -354,7 +354,7 @@ class Stream(AbstractBackground):
 
     @override
     def close(self) -> None:
-        """End the thread; what is still queued is dropped."""
+        """Stop the thread; queued records are dropped."""
         self._gathered.clear()
         self._beginning = False
         super().close()

@@ -14,7 +14,7 @@ from nhgd.variable import Variable
 
 @final
 class Thread(AbstractBackground):
-    """In a second thread: the inner loop goes on while records are folded in.
+    """In a second thread: records are folded in while the inner loop continues.
 
     The arithmetic runs outside Python's lock, so it truly overlaps where there are cores for both. Nothing is copied. The
     state is that of the inline run, bit for bit, once drained.

@@ -1,4 +1,4 @@
-"""What every estimator of grad Phi is, and what it returns."""
+"""The interface of estimators of grad Phi, and their result."""
 
 from __future__ import annotations
 

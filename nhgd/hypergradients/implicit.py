@@ -30,7 +30,7 @@ LONG = 10.0  # the residual from which on the x of a learnt inverse is called to
 
 
 class Complaints:
-    """What a run has to say about its solves: aloud once, because the next step has the same to say.
+    """Warnings about the solves of a run, each kind given once.
 
     Attributes:
         patient: whether a residual that is merely large is in order, because x goes on from one outer step to the next.
@@ -55,7 +55,7 @@ class Complaints:
         _warn(f"{stats.trouble} This is said once a run; poor_solves in its stats counts the outer steps it holds for.")
 
     def say(self, doubt: str | None) -> None:
-        """Warn of a doubt about the hypergradients of a run, unless one was said before."""
+        """Warn about the hypergradients of a run, at most once."""
         if doubt is not None and not self.doubted:
             self.doubted = True
             _warn(f"{doubt} This is said once a run.")
@@ -105,7 +105,7 @@ def implicit(
 
 
 def measured(at: Oracle, inverse: AbstractInverse, found: Hypergradient) -> Hypergradient:
-    """The same with its residual, by one extra product where the inverse does not know it; the product is none of its own.
+    """Statistics with the residual, by one extra uncounted product if the inverse does not know it.
 
     A method that does not know its residual promises none, so it is warned of one only where it learnt next to nothing.
     """
@@ -146,7 +146,7 @@ def _leave_if_vanished(size: int, uu: float, ux: float, xx: float) -> None:
 
 
 def _trouble(inverse: AbstractInverse, stats: SolveStats, dtype: torch.dtype) -> str | None:
-    """What is wrong with the x of a solve, and what to do about it; None where nothing is known to be."""
+    """What is wrong with the x of a solve, and the remedy; None if nothing is."""
     notes, residual = stats.notes, stats.residual
     outside = notes.get("outside", 0.0)
     matrix = (
@@ -192,7 +192,7 @@ def _trouble(inverse: AbstractInverse, stats: SolveStats, dtype: torch.dtype) ->
 
 
 def _warn(trouble: str) -> None:
-    """Warn where the library was called from."""
+    """Warn at the line that called the library."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "nhgd":
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""What an inverse is, of two kinds: one learns from the inner steps, the other asks for products at each solve."""
+"""The two kinds of inverse: one learns from the inner steps, the other takes products at each solve."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class AbstractInverse(Validated, ABC):
         """x close to H^{-1} u, (D,), at a point. `start` is a first guess, which those that iterate use."""
 
     def memory(self, theta: Variable) -> int:
-        """Bytes held by the state and by a solve, beyond the graph of one inner gradient: three vectors, unless it says more."""
+        """Bytes of the state and of a solve, beyond the graph of one inner gradient; three vectors by default."""
         return vector_bytes(theta, 3)
 
 
@@ -84,7 +84,7 @@ class Learned(AbstractInverse, Generic[S]):
 
     @property
     def fisher(self) -> FisherKind:
-        """Of which Fisher matrix the records are."""
+        """The Fisher matrix that the records are of."""
         return "empirical"
 
     @abstractmethod
@@ -93,11 +93,13 @@ class Learned(AbstractInverse, Generic[S]):
 
     @abstractmethod
     def observe(self, state: S, record: InnerRecord) -> S:
-        """The state after an inner step. The one given may be changed in place: keep a copy of it by `state.clone()`."""
+        """The state after an inner step. The one given may be changed in place: keep a copy of it by
+        `state.clone()`.
+        """
 
     @abstractmethod
     def solve(self, state: S, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
-        """x close to H^{-1} u, (D,), by what was learnt and the ridge."""
+        """x close to H^{-1} u, (D,), from the learnt state and the ridge."""
 
     @final
     @property
@@ -118,7 +120,7 @@ class Iterative(AbstractInverse):
 
     @abstractmethod
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
-        """x close to H^{-1} u, (D,), at a point, perhaps from a first guess."""
+        """x close to H^{-1} u, (D,), at a point, optionally from a first guess."""
 
     @final
     @property

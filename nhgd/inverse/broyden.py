@@ -67,7 +67,7 @@ class Broyden(Iterative):
 
     @override
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
-        """Iterate from `start` where it is better than zero, or from the normalised u."""
+        """Iterate from `start` if it is better than zero, else from the normalised u."""
         before = oracle.calls.hvps
         size = float(u.norm())
         if size == 0:
@@ -132,7 +132,7 @@ class Broyden(Iterative):
 
     @override
     def memory(self, theta: Variable) -> int:
-        """Three vectors for each pair, and x, the best x, r, s, y and what an update needs."""
+        """Three vectors for each pair, and x, the best x, r, s, y and the update's own."""
         return vector_bytes(theta, 3 * min(self.pairs, self.steps + 1) + 8)
 
     @property

@@ -1,4 +1,4 @@
-"""What some inverses have beside what all of them must: a protocol for each, and what holds for an inverse without it.
+"""Optional capabilities of inverses: a protocol for each, and the default for an inverse without it.
 
 An inverse that has one of these methods need not say so: it is enough that the method is there.
 """
@@ -21,7 +21,7 @@ S = TypeVar("S")
 
 @runtime_checkable
 class SupportsLabel(Protocol):
-    """An inverse with a short name that tells it from others of its kind in a table."""
+    """An inverse with a short name that distinguishes it in a table."""
 
     @property
     def label(self) -> str:
@@ -68,7 +68,7 @@ class FollowsHorizon(Protocol):
 
     @property
     def follows_horizon(self) -> bool:
-        """Whether the damping of the run's horizon is to be added to what it solves."""
+        """Whether the damping of the run's horizon is added to the matrix it solves with."""
         ...
 
 
@@ -141,7 +141,7 @@ class Reduces(Protocol):
 
 
 def label(inverse: AbstractInverse) -> str:
-    """A short name that tells it from others of its kind in a table."""
+    """A short name that distinguishes the inverse in a table."""
     return inverse.label if isinstance(inverse, SupportsLabel) else inverse.name
 
 
@@ -163,7 +163,7 @@ def with_learner(inverse: AbstractInverse, learner: Learned[Any]) -> AbstractInv
 
 
 def follows_horizon(inverse: AbstractInverse | None) -> bool:
-    """Whether the damping of a run's horizon is to be added to what it solves."""
+    """Whether the damping of a run's horizon is added to the matrix it solves with."""
     return isinstance(inverse, FollowsHorizon) and inverse.follows_horizon
 
 
@@ -200,7 +200,7 @@ def needs_record(learner: Learned[Any], step: int) -> bool:
 
 
 def sampling(learner: Learned[Any], step: int) -> Sampling | None:
-    """How much of this inner step's record is taken, where it holds layers; None: everything."""
+    """How much of this inner step's record is taken, if it holds layers; None: everything."""
     return learner.sampling(step) if isinstance(learner, Samples) else None
 
 

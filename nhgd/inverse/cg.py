@@ -64,7 +64,7 @@ class CG(Iterative):
 
     @override
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
-        """Iterate from `start` where it is better than zero, or from zero."""
+        """Iterate from `start` if it is better than zero, else from zero."""
         before = oracle.calls.hvps
         # Below this the recursion goes on in numbers too small to mean anything, until they vanish.
         tol = max(self.tol, torch.finfo(u.dtype).eps ** 2)
@@ -84,5 +84,5 @@ class CG(Iterative):
 
     @property
     def products(self) -> int | None:
-        """At most `steps`, one more to try a given start, and one where the curvature is of rounding size."""
+        """At most `steps`, one more to try a given start, and one if the curvature is of rounding size."""
         return self.steps

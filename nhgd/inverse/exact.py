@@ -107,7 +107,7 @@ def dense(oracle: Oracle, tick: Callable[[float], None] = lambda done: None, chu
 
 
 class Factorised:
-    """A symmetric matrix, factorised: by Cholesky where it is clearly positive definite, else by its eigenvalues.
+    """A symmetric matrix, factorised: by Cholesky if it is clearly positive definite, else by eigenvalues.
 
     Both are of the scaled matrix S, H = D S D with a diagonal D, in which the largest entry of every row is 1; for a positive
     semidefinite H, D^2 is its diagonal. An entry is a sum of products of two derivatives, and its rounding error is a share of
@@ -159,7 +159,7 @@ class Factorised:
             self._open = torch.linalg.qr(vectors[:, ~kept] / self._scale[:, None])[0]
 
     def solve(self, u: Tensor) -> tuple[Tensor, float, float]:
-        """x in u's dtype, its relative residual, and the part of u that lies outside of the range, of u's length."""
+        """x in u's dtype, its relative residual, and the share of u that is outside of the range."""
         b = u.double()
         size = b.norm().clamp_min(torch.finfo(torch.float64).tiny)
         left = self._open @ (self._open.T @ b)
@@ -204,7 +204,7 @@ def _equilibrating(sizes: Tensor, rounds: int = 12) -> Tensor:
 
 
 def _least_eigenvalue(factor: Tensor, steps: int = 4) -> float:
-    """That of L L^T, from above, by a few steps of inverse iteration from a fixed random start."""
+    """An upper bound on that of L L^T, by a few steps of inverse iteration from a fixed random start."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(len(factor), 1, generator=generator, dtype=torch.float64).to(factor.device)
     size = 0.0

@@ -176,7 +176,7 @@ class FisherDense(Learned[DenseState]):
         return DenseState(matrix, *begun, observed=state.observed, restarts=state.restarts)
 
     def graphable(self, state: DenseState, record: InnerRecord) -> Graphable | None:
-        """The rank-one update, which works on A where it is, by a gain that is often the same."""
+        """The rank-one update of A in place, whose gain is often the same."""
         if self.form != "inverse" or not isinstance(record, BatchGradient):
             return None
         gain, matrix = self._gain(state.count), state.matrix
@@ -194,7 +194,9 @@ class FisherDense(Learned[DenseState]):
     @torch.no_grad()
     @override
     def observe(self, state: DenseState, record: InnerRecord, ready: Tensor | None = None) -> DenseState:
-        """Fold in one inner step. The array of the given state is updated in place, or is already where `ready` tells of it."""
+        """Fold in one inner step. The array of the given state is updated in place, or holds the update already if
+        it is `ready`.
+        """
         gain = self._gain(state.count)
         observed = state.observed + 1
         if self._sums_matrices(record):
@@ -229,7 +231,7 @@ class FisherDense(Learned[DenseState]):
         return DenseState(state.matrix, state.count + 1, curvature, state.observed + 1, state.restarts)
 
     def _judged(self, state: DenseState, numbers: list[float]) -> DenseState:
-        """The state after an update of A, which was made already and gave the sum of squares and what the guard looks at."""
+        """The state after an update of A, given the sum of squares and the numbers of the guard."""
         total, *folded = numbers
         moved = self._moved(state, total)
         problem = self._problem(folded, moved.curvature)
@@ -245,7 +247,7 @@ class FisherDense(Learned[DenseState]):
         return replace(fresh, observed=moved.observed, restarts=state.restarts + 1)
 
     def _exploded(self, before: DenseState, moved: DenseState, total: float, largest: float) -> str | None:
-        """What is wrong where it is the gradients that have grown since the prior, and not the inverse, as a sentence."""
+        """A sentence if the gradients have grown since the prior, rather than the inverse; None otherwise."""
         if not moved.curvature / self.prior > abs(largest) * self.prior:
             return None
         energy = total / len(moved.matrix)
@@ -268,7 +270,7 @@ class FisherDense(Learned[DenseState]):
         return True
 
     def _sums_matrices(self, record: InnerRecord) -> bool:
-        """Whether F_batch of the samples here is summed with that of others; if not, rows are gathered, as the inverse form needs."""
+        """Whether F_batch is summed over workers; otherwise rows are gathered, as the inverse form needs."""
         if self.form == "inverse" or not isinstance(record, PerSampleGradients) or record.reduction is None:
             return False
         rows, size = record.rows.shape

@@ -30,7 +30,7 @@ from nhgd.variable import Variable
 
 @dataclass
 class FisherDiagonalState(State):
-    """The running mean of the squared gradients, (D,), its mass, and where each leaf of theta lies in it."""
+    """The running mean of the squared gradients, (D,), its mass, and the slice of each leaf of theta."""
 
     diagonal: Tensor
     starts: dict[str, int] = field(default_factory=dict)

@@ -138,7 +138,7 @@ class FisherWindow(Periodic[WindowState]):
 
     @property
     def length(self) -> int:
-        """How many samples are kept: the window, or what a budget leaves of it."""
+        """How many samples are kept: the window, or what a budget allows."""
         memory = None if self.effort is None else self.effort.memory
         return self.window if memory is None else min(self.window, memory)
 
@@ -180,7 +180,9 @@ class FisherWindow(Periodic[WindowState]):
         return replace(state, observed=state.observed + 1, position=position, filled=filled)
 
     def _runs(self, first: int, count: int) -> Iterator[tuple[slice, slice]]:
-        """Where `count` samples from place `first` on lie in the ring, which may go round, and which of them these are."""
+        """Where `count` samples from place `first` on lie in the ring, which may go round, and which of them these
+        are.
+        """
         before_end = min(count, self.length - first)
         for start, samples in ((first, slice(0, before_end)), (0, slice(before_end, count))):
             if samples.stop > samples.start:

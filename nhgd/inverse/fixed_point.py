@@ -59,7 +59,7 @@ class FixedPoint(Iterative):
 
     @override
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
-        """Iterate from `start` where it is better than zero, or from zero."""
+        """Iterate from `start` if it is better than zero, else from zero."""
         before = oracle.calls.hvps
         lr = safe_step(oracle, u, self.power_steps, self.damping) if self.lr is None else self.lr
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)

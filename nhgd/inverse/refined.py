@@ -68,7 +68,7 @@ class Refined(AbstractInverse):
 
     @property
     def follows_horizon(self) -> bool:
-        """Whether that of the inverse inside does."""
+        """Whether that of the inner inverse does."""
         return follows_horizon(self.inverse)
 
     @property
@@ -87,7 +87,7 @@ class Refined(AbstractInverse):
 
     @override
     def apply(self, state: Any, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
-        """Iterate from `start` where it is better than zero, or from zero."""
+        """Iterate from `start` if it is better than zero, else from zero."""
         before = oracle.calls.hvps
         product = oracle.hvp if self.matrix == "hessian" else oracle.ggn
         precondition = preconditioner(self.inverse, state, oracle)
@@ -102,12 +102,13 @@ class Refined(AbstractInverse):
         return self.inverse.memory(theta) + vector_bytes(theta, 7)
 
     def warnings_for(self, theta: Variable) -> list[str]:
-        """Those of the inverse inside."""
+        """The warnings of the inner inverse."""
         return warnings_for(self.inverse, theta)
 
     @property
     def products(self) -> int | None:
-        """At most `steps`, one more to try a given start, one where the curvature is of rounding size, and those of the inverse
+        """At most `steps`, one more to try a given start, one where the curvature is of rounding size, and those of
+        the inverse
         inside at each step."""
         inside = products(self.inverse)
         return None if inside is None else self.steps * (1 + inside)

@@ -28,7 +28,7 @@ REPEATED_CALL = 2e-6  # seconds of one operation of a captured step, beside its 
 
 
 def calibrate(loop: Loop, steps: int | None = None) -> None:
-    """Let the loop use its inverse within its `overhead`, where it has one to keep to.
+    """Let the loop use its inverse within its `overhead`, if it has one.
 
     Nothing is timed: the operations of one inner step are counted, and priced by constants. What was decided is in the loop's
     inverse, and so in the run's stats: giving it back repeats the run.
@@ -69,7 +69,8 @@ def calibrate(loop: Loop, steps: int | None = None) -> None:
 
 
 def of_all_roots(learner: Periodic[Any], problem: Bilevel, batch: Batch, most: int) -> tuple[Periodic[Any], int | None]:
-    """A window that is to choose its Fisher matrix, with the exact one where a record of all roots takes so few passes.
+    """A window with fisher="auto", made exact if a record of all roots takes few enough passes, and the number of
+    roots.
 
     With it the number of roots, where that is known. One root is the same as a random sign of it, and no noise at all.
     """
@@ -84,7 +85,7 @@ def of_all_roots(learner: Periodic[Any], problem: Bilevel, batch: Batch, most: i
 
 
 def roots_of(problem: Bilevel, batch: Batch, most: int) -> int | None:
-    """How many roots the likelihood has for a sample, where it has no more outputs than so many; None elsewhere."""
+    """The number of the likelihood's roots for a sample, if it has at most `most` outputs; None otherwise."""
     if problem.likelihood is None:
         return None
     with torch.enable_grad():
@@ -98,7 +99,7 @@ def roots_of(problem: Bilevel, batch: Batch, most: int) -> int | None:
 
 
 def further_passes(learner: Periodic[Any], problem: Bilevel, batch: Batch) -> int | None:
-    """How many backward passes a record of a batch takes beside that of the inner step; None where it cannot be made."""
+    """How many backward passes a record takes beyond that of the inner step; None if it cannot be made."""
     calls = OracleCalls()
     try:
         with warnings.catch_warnings():

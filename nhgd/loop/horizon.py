@@ -101,12 +101,12 @@ class Horizon:
 
     @classmethod
     def start(cls, device: torch.device, warm: bool = True, determined: bool = True) -> Horizon:
-        """Before the first outer step of a run whose theta goes on from the last one, or does not."""
+        """The horizon before the first outer step, for a run whose theta is warm-started, or is not."""
         return cls(torch.zeros((), dtype=torch.float64, device=device), warm=warm, determined=determined)
 
     @property
     def horizon_loops(self) -> float:
-        """m: how many inner loops a change of v has to be answered in; one where each begins anew."""
+        """m: the number of inner loops that a change of v persists for; one without warm starts."""
         if not self.warm:
             return 1.0
         rho = min(max(self.rho, -0.9), 1 - 1e-12)
@@ -147,7 +147,7 @@ class Horizon:
 
     @property
     def persists(self) -> bool:
-        """Whether successive adjoints are alike, so that what is found out about one holds for the next."""
+        """Whether successive adjoints are similar, so that findings about one hold for the next."""
         return self.warm and self.rho >= PERSISTENT
 
     def due(self, step: int, inner_steps: int) -> bool:
@@ -165,13 +165,13 @@ class Horizon:
         return x
 
     def as_used(self, x: Tensor) -> Tensor:
-        """What the last outer step made of such an x, for whoever looks on: nothing changes."""
+        """x as the last outer step would have used it; changes nothing."""
         return self.scale * x if self.correction is None else self.scale * x + self.correction
 
     def measured(
         self, at: Oracle, u: Tensor, x: Tensor, solve: Callable[[Tensor], Tensor], gradient: Tensor | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """A better x by one or two products, what is to be noted, and what follows for the outer steps to come.
+        """A better x by one or two products, with notes; also updates the horizon.
 
         Args:
             at: the point, damped.
@@ -204,7 +204,7 @@ class Horizon:
         return a * x + b * z, tape.host_value(lambda: outcome["notes"])
 
     def _learnt(self, found: list[float], persists: bool, moved: bool) -> tuple[float, float, dict[str, Any]]:
-        """a and b of the best a x + b z, and what is to be noted; nothing, where the numbers tell nothing."""
+        """a and b of the best a x + b z, with notes; no notes if the numbers are degenerate."""
         if not (found[0] > 0 and found[6] > 0 and all(map(math.isfinite, found))):
             return 1.0, 0.0, {}
         uu, xu, xw, zu, xhz, zhz, xx, zz, xz, ww, wu, whz, hzhz, hzu, newton_length, length = found
@@ -229,12 +229,14 @@ class Horizon:
         return a, b, notes | ({"inner_distance": distance} if moved else {})
 
     def signature(self, step: int, inner_steps: int) -> tuple[Any, ...]:
-        """What decides which work an outer step takes here, beside numbers."""
+        """What decides which work an outer step does here, numbers aside."""
         known = self.scale == 1.0, self.correction is None, self.adjoint is None
         return (self.due(step, inner_steps) and (2 if self.persists else 1), *known)
 
     def warning_for(self, loss: float) -> str | None:
-        """Why the hypergradient is not to be trusted, in a sentence with the remedy; None where nothing speaks against it."""
+        """Why the hypergradient is not to be trusted, in a sentence with the remedy; None where nothing speaks
+        against it.
+        """
         self.steps += 1
         self.recent = loss if math.isnan(self.recent) else 0.9 * self.recent + 0.1 * loss
         self.lowest = min(self.lowest, self.recent)
@@ -258,7 +260,8 @@ class Horizon:
 
 
 def best_combination(xx: float, xz: float, zz: float, xu: float, zu: float) -> tuple[float, float]:
-    """a, b such that a x + b z minimises y.A y / 2 - u.y, from products in A and with u; of x alone where A is not positive there.
+    """a, b such that a x + b z minimises y.A y / 2 - u.y, from products with A and u; of x alone if A is not
+    positive there.
 
     >>> best_combination(2.0, 0.0, 1.0, 1.0, 1.0)
     (0.5, 1.0)

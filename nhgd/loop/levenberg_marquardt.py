@@ -40,7 +40,8 @@ class LevenbergMarquardt:
     def step(
         self, loop: Loop, objective: Objective | None = None, record: bool = True, cross: LaggedCross | None = None
     ) -> Tensor:
-        """One natural step, by default on the next batch, by the curvature at hand or recorded here; the loss before it.
+        """One natural step, by default on the next batch, by the curvature at hand or recorded here; the loss before
+        it.
 
         Dropout is that of the objective's seed, the same before and after.
         """

@@ -1,4 +1,4 @@
-"""What an algorithm acts on: two data streams, two optimisers, projections and counters.
+"""What an algorithm acts on: data streams, optimisers, projections and counters.
 
 An algorithm says who moves when; how a step is taken, recorded, projected and counted is here, once for all of them.
 """
@@ -48,7 +48,7 @@ Product: TypeAlias = Callable[[Tensor], list[Tensor]]  # of the transposed cross
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What one outer step tells: the losses, how far the curvature lagged, and anything else by name."""
+    """The report of one outer step: the losses, the lag of the curvature, and notes by name."""
 
     outer_loss: float
     inner_loss: float
@@ -95,12 +95,14 @@ class Loop:
 
     @property
     def threads(self) -> int:
-        """How many CPU threads steps are computed on: as many as were chosen, unless the user has changed them since."""
+        """How many CPU threads steps are computed on: as many as were chosen, unless the user has changed them
+        since.
+        """
         now = torch.get_num_threads()
         return now if self._threads is None or now not in self._threads else self._threads[0]
 
     def choose_threads(self, count: int | None) -> None:
-        """Compute on so many CPU threads from now on; None: on as many as torch takes."""
+        """Compute on this many CPU threads from now on; None: on torch's own number."""
         self._threads = None if count is None else (count, torch.get_num_threads())
 
     def computing(self) -> AbstractContextManager[None]:
@@ -108,7 +110,7 @@ class Loop:
         return threads.limited(self.threads)
 
     def take_threads(self, count: int) -> None:
-        """Choose as a run did that is gone on with, where it chose and nobody has said otherwise since."""
+        """Choose the threads of the run that is resumed, if it chose them and nobody has chosen others since."""
         if (
             count in (1, torch.get_num_threads())
             and self.problem.theta.device.type == "cpu"
@@ -117,7 +119,7 @@ class Loop:
             self.choose_threads(count)
 
     def use(self, inverse: AbstractInverse | None) -> None:
-        """Keep the state of this inverse from now on, beginning afresh."""
+        """Keep the state of this inverse from now on, starting afresh."""
         self.inverse = inverse
         self._recording: Recorder | None = None
         self._weighing: Weighing | None = None
@@ -128,7 +130,7 @@ class Loop:
                 self._recording = Recorder(self.problem, learner.records, learner.fisher, couples=couples(learner))
 
     def recorder_memory(self) -> dict[str, Any] | None:
-        """What the recorder has found out about the model; None where nothing is recorded."""
+        """What the recorder knows about the model; None without a recorder."""
         return None if self._recording is None else self._recording.memory()
 
     @property
@@ -148,12 +150,12 @@ class Loop:
 
     @property
     def _total(self) -> Any:
-        """Inner steps since the start of the run: a whole number, also where it is one of a captured step."""
+        """Inner steps since the start of the run; a Number in a captured step."""
         return self.clock.total if tape.tape() is None else tape.number(lambda: float(self.clock.total))
 
     @property
     def weighing(self) -> Weighing:
-        """Takes the cross derivative from plain passes, where v weighs samples or moves the ridge and does nothing else."""
+        """Takes the cross derivative from plain passes, if v only weighs samples or moves the ridge."""
         if self._weighing is None:
             self._weighing = Weighing(self.problem, self._recording)
         return self._weighing
@@ -188,7 +190,7 @@ class Loop:
         return int(tape.number(lambda: int(torch.randint(2**31 - 1, ()))))
 
     def objective(self, batch: Batch, seed: int | None = None) -> Objective:
-        """The inner objective on a batch. Whoever keeps it can have the same dropout again, at this point or at another.
+        """The inner objective on a batch. Using it again, here or at another point, repeats its dropout.
 
         Without a seed an inner step draws from the run's generators.
         """
@@ -267,12 +269,14 @@ class Loop:
         tape.effect(tick)
 
     def plain_rate(self, owner: str) -> float:
-        """The size of the next inner step for a method that takes plain gradient steps; other optimisers are refused."""
+        """The size of the next inner step, for a method that takes plain gradient steps; other optimisers are
+        refused.
+        """
         return self.theta.plain_rate(self.clock, owner)
 
     @contextmanager
     def elsewhere(self, theta: Tensor, v: Tensor | None = None) -> Iterator[None]:
-        """Inside, theta (D,), and v (P,) if given, stand at another place; afterwards they are back where they were."""
+        """A context in which theta (D,), and v (P,) if given, have other values."""
         here = self.problem.theta.flat(), self.problem.v.flat()
         self.problem.theta.assign(theta)
         if v is not None:
@@ -285,7 +289,7 @@ class Loop:
                 self.problem.v.assign(here[1])
 
     def projected(self, theta: Tensor) -> Tensor:
-        """A vector (D,) after the projection of theta, which stays where it is."""
+        """A vector (D,) after the projection of theta, which does not move."""
         if self.settings.project is None:
             return theta
         with self.elsewhere(theta):
@@ -309,11 +313,15 @@ class Loop:
         return Oracle.over(inner, self.division.outer(outer_batch, seed), self.calls)
 
     def replay(self, objective: Objective) -> Oracle:
-        """The current point with an objective that was met before, at this point or at another: its dropout is the same."""
+        """The current point with an objective that was met before, at this point or at another: its dropout is the
+        same.
+        """
         return Oracle.over([objective], calls=self.calls)
 
     def move_v(self, gradient: Sequence[Tensor]) -> float:
-        """One projected optimiser step on v along the hypergradient, clipped; its norm before. Non-finite ones are refused."""
+        """One projected optimiser step on v along the hypergradient, clipped; its norm before. Non-finite ones are
+        refused.
+        """
         numbers = [torch.stack([g.double().norm() for g in gradient]).norm()]
         low = self.problem.lowest_weight()
         tape.join()
@@ -342,7 +350,7 @@ class Loop:
         project(self.problem.v, self.settings.project_v)
 
     def begin(self) -> None:
-        """A new outer step: the inner clock restarts and the executor is told."""
+        """Start a new outer step: reset the inner clock and inform the executor."""
         tape.effect(self._begin_anew)
         self.recent.clear()
         self.problem.check_ridge()

@@ -61,12 +61,12 @@ class Mover:
             )
 
     def depart(self) -> None:
-        """Begin to sum up step sizes."""
+        """Start summing up step sizes."""
         self._travelled = 0.0
 
     @property
     def asks_moments(self) -> bool:
-        """Whether `travelled` reads what the optimiser keeps."""
+        """Whether `travelled` reads the optimiser's moments."""
         return not isinstance(self.optimizer, SGD)
 
     def travelled(self) -> float:
@@ -128,7 +128,7 @@ class Mover:
         self._travelled += tape.now(lr)
 
     def _move_noted(self, gradient: Sequence[Tensor], clock: Clock) -> None:
-        """The same step where it is captured: a step size that follows a schedule is a number on the device."""
+        """The same step under capture: a scheduled step size is a number on the device."""
         groups = self.optimizer.param_groups
         lr = self.scheduled_rate(clock)
         tape.effect(lambda: self._travel(lr))
@@ -166,7 +166,9 @@ class Mover:
                 target.addcmul_(g, -rate.to(target.dtype))
 
     def prepare(self, wanted: bool = True) -> None:
-        """Let steps of an optimiser that was made here be captured, or not, where its class knows how; before the first of them."""
+        """Let steps of an optimiser that was made here be captured, or not, where its class knows how; before the
+        first of them.
+        """
         if self._is_own and self.variable.device.type == "cuda" and not self.optimizer.state:
             given = self.optimizer.defaults.get("capturable", False)
             for group in self.optimizer.param_groups:
@@ -174,7 +176,7 @@ class Mover:
                     group["capturable"] = wanted or given
 
     def refusal(self) -> str | None:
-        """Why steps of this optimiser cannot be captured; None where they can."""
+        """Why steps of this optimiser cannot be captured, as a clause; None if they can."""
         kind = type(self.optimizer).__name__
         if self.schedule is None and len({float(group["lr"]) for group in self.optimizer.param_groups}) > 1:
             return f"{kind} has several step sizes for {self.variable.role}"
@@ -185,12 +187,12 @@ class Mover:
         return None
 
     def give(self, gradient: Sequence[Tensor]) -> None:
-        """Put a gradient where the optimiser looks for it."""
+        """Store a gradient where the optimiser reads it."""
         for target, g in zip(self._targets, gradient, strict=True):
             target.grad = g.to(target.dtype)
 
     def plain_rate(self, clock: Clock, owner: str) -> float:
-        """The size of the next step for a method that takes plain gradient steps; other optimisers are refused."""
+        """The size of the next step, for a method that takes plain gradient steps; other optimisers are refused."""
         known = ("momentum", "weight_decay", "nesterov", "maximize")
         groups = self.optimizer.param_groups
         if (

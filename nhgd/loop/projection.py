@@ -1,4 +1,4 @@
-"""Where a variable is kept: in a ball, in a box, or where a function of the user's own brings it."""
+"""Projections: onto a ball, into a box, or by a function of the user's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def project(variable: Variable, rule: Projection) -> None:
 
 
 def _apply(rule: Callable[[Any], Any], given: Any) -> None:
-    """A projection of the user's own: it changes what it is given in place, or returns what to put there."""
+    """Apply the user's projection, which changes its argument in place or returns the projected value."""
     found = rule(given)
     if isinstance(found, Tensor) and isinstance(given, Tensor):
         given.copy_(found)

@@ -19,7 +19,7 @@ Projection: TypeAlias = float | tuple[float, float] | Callable[[Any], Any] | Non
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How both variables move, whatever the algorithm; the arguments of `Solver` of the same names."""
+    """How both variables move, for any algorithm; the arguments of `Solver` with the same names."""
 
     inner_steps: int = 10
     inner_lr: Rate | None = None

@@ -32,7 +32,7 @@ def check_momentum(owner: str, **values: float | Schedule) -> None:
 
 
 def momentum_at(value: float | Schedule, clock: Clock) -> float:
-    """eta now; 1 at the first outer step, when there is nothing to correct."""
+    """The current eta; 1 at the first outer step, when there is nothing to correct."""
     if clock.k == 0:
         return 1.0
     return min(value.rate(clock), 1.0) if isinstance(value, Schedule) else value

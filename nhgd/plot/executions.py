@@ -11,7 +11,7 @@ INNER, WAITING, CURVATURE = "#2a78a8", "#d1603d", "#b9c0c7"
 
 
 def draw(path: Path, answer: dict[str, Any]) -> None:
-    """Write the picture: two bars for each execution, the inner loop's own time and, beside it, the curvature's."""
+    """Write the picture: for each execution a bar for the inner loop and one for the curvature."""
     rows = answer["rows"]
     drawn = figure(max(5.0, 1.6 + 1.5 * len(rows)), 3.8, facecolor="white")
     axes = drawn.subplots()

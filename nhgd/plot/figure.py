@@ -1,4 +1,4 @@
-"""An empty figure, or the sentence that says how to get one."""
+"""An empty figure, or an error that says how to get Matplotlib."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nhgd.errors import InputError
 
 
 def figure(width: float, height: float, **settings: Any) -> Any:
-    """A Matplotlib figure of so many inches."""
+    """A Matplotlib figure of this size in inches."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -12,7 +12,7 @@ from nhgd.plot.figure import figure
 
 
 class ControlObjective(Protocol):
-    """What a control is worth, and the best there is."""
+    """The value of a control, and the best possible one."""
 
     @property
     def times(self) -> Tensor:
@@ -29,7 +29,7 @@ class ControlObjective(Protocol):
 
 
 def draw_control(path: Path, on_grid: ControlObjective, continuous: ControlObjective, f: Tensor) -> Path:
-    """The learnt source over time beside the best there is, for either reading of the objective."""
+    """Plot the learnt source over time with the best possible ones, for both readings of the objective."""
     drawn = figure(6.4, 3.6)
     axes = drawn.subplots()
     axes.plot(

@@ -13,7 +13,7 @@ from nhgd.errors import InputError
 
 
 def write_png(path: Path, pixels: Tensor) -> Path:
-    """Write pixels (rows, columns), 0 for black to 1 for white; what lies outside is cut off."""
+    """Write pixels (rows, columns), 0 for black to 1 for white; values outside are clipped."""
     if pixels.ndim != 2 or not pixels.numel():
         raise InputError(f"A picture needs pixels of shape (rows, columns), got {tuple(pixels.shape)}.")
     grey = (pixels.detach().clamp(0, 1) * 255).round().to("cpu", torch.uint8).numpy()

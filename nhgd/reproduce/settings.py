@@ -159,7 +159,7 @@ class Printed(NamedTuple):
 
 
 def printed(task: str, preset: str, method: str | None = None, beta: float | None = None) -> Printed | None:
-    """A method as the paper ran it, where a task with a preset is one of its experiments and has that method; else None.
+    """A method as the paper ran it, if a task with a preset is one of its experiments and has that method; else None.
 
     Args:
         task, preset: their names.

@@ -52,7 +52,7 @@ class AbstractLearner(ABC):
 
     @abstractmethod
     def fit(self, samples: Samples, weights: Array, start: Any = None) -> tuple[Scores, Any]:
-        """Scores (N, C) as a function of features, and what a later fit on nearly the same may start from."""
+        """Scores (N, C) as a function of features, and a start for later fits on nearly the same samples."""
 
 
 @final
@@ -100,7 +100,7 @@ class Module(AbstractLearner):
 
     @override
     def fit(self, samples: Samples, weights: Array, start: Any = None) -> tuple[Scores, Any]:
-        """The trained module, from the template or where an earlier one stands."""
+        """The trained module, from the template or from an earlier fit."""
         model = copy.deepcopy(self.template if start is None else start).to(self.device).eval()
         split = Split(self.tensor(samples.x), torch.as_tensor(samples.y, device=self.device))
         given = torch.as_tensor(weights, dtype=split.x.dtype, device=self.device)
@@ -115,7 +115,7 @@ class Module(AbstractLearner):
 
     @torch.no_grad()
     def scores(self, model: nn.Module, rows: Array) -> Array:
-        """What a module says of rows."""
+        """The scores of a module for rows."""
         found: Array = model(self.tensor(rows)).double().cpu().numpy()
         return found
 
@@ -123,13 +123,15 @@ class Module(AbstractLearner):
 @final
 @dataclass(frozen=True)
 class Classifier(AbstractLearner):
-    """A clone of a scikit-learn classifier; one that takes no sample_weight is trained without what is half believed."""
+    """A clone of a scikit-learn classifier; without support for sample_weight it is trained on believed samples
+    only.
+    """
 
     template: Any
 
     @override
     def fit(self, samples: Samples, weights: Array, start: Any = None) -> tuple[Scores, Any]:
-        """The logarithms of its probabilities; classes that it has not seen are as unlikely as FLOOR says."""
+        """The logarithms of its probabilities; classes it has not seen get probabilities of FLOOR."""
         model = clone(self.template)
         if has_fit_parameter(model, "sample_weight"):
             model.fit(samples.x, samples.y, sample_weight=weights)
@@ -140,7 +142,7 @@ class Classifier(AbstractLearner):
         return lambda rows: self.scores(model, rows), model
 
     def scores(self, model: Any, rows: Array) -> Array:
-        """What a fitted classifier says of rows."""
+        """The scores of a fitted classifier for rows."""
         p = np.zeros((len(rows), self.classes))
         p[:, model.classes_.astype(int)] = model.predict_proba(rows)
         if not np.isfinite(p).all():
@@ -184,7 +186,9 @@ class CrossFitting:
         self._starts: dict[int, Any] = {}
 
     def scores(self, weights: Array) -> tuple[Array, Array]:
-        """Out-of-fold scores of the samples, (N, C), and of the trusted ones, (M, C). A second call starts from the first."""
+        """Out-of-fold scores of the samples, (N, C), and of the trusted ones, (M, C). A second call starts from the
+        first.
+        """
         classes = self.learner.classes
         found, trusted = np.zeros((len(self.fold), classes)), np.zeros((len(self.trusted_fold), classes))
         for k in np.unique(self.fold):

@@ -27,7 +27,7 @@ class SupportsProbabilities(Protocol):
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is neither None, nor a module, nor a classifier with probabilities."""
+    """Refuse anything but None, a module, or a classifier with probabilities."""
     if model is None or isinstance(model, nn.Module):
         return
     if isinstance(model, type) or not isinstance(model, SupportsProbabilities):

@@ -48,7 +48,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class LearntWeights:
-    """What was learnt: the model and (a, b) of the outer step whose evaluation loss was least.
+    """The model and (a, b) of the outer step with the lowest evaluation loss.
 
     Attributes:
         model, v: theta and (a, b).
@@ -81,7 +81,8 @@ def learn_weights(
     seed: int,
     progress: bool | None,
 ) -> LearntWeights:
-    """Learn (a, b) of w = sigmoid(e^a (e^b - loss)) so that the model trained with these weights does well on the judge.
+    """Learn (a, b) of w = sigmoid(e^a (e^b - loss)) so that the model trained with these weights does well on the
+    judge.
 
     Args:
         model: theta, which is trained in place.
@@ -152,7 +153,7 @@ def _step_size(training: WeightedTraining, problem: Any, seed: int) -> float:
 
 
 def _warn_of_overfitting(history: list[Row], best: dict[str, Any], last: Tensor, outer_loss: float) -> None:
-    """Where the evaluation loss rose by a tenth, and by more than chance, while that of the judge went on falling."""
+    """Warn if the evaluation loss rose by a tenth, and by more than chance, while that of the judge still fell."""
     if len(last) < FEWEST or best["number"] >= len(history):
         return
     rise = (last - best["losses"]).double()

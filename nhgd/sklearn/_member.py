@@ -1,4 +1,4 @@
-"""One cross-fitted model of several, and what it says of every label."""
+"""One of several cross-fitted models, and its opinion of every label."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDS = 2  # of cross-fitting with weights from the noise model, after the one 
 
 @dataclass(frozen=True)
 class Member:
-    """One cross-fitted model of several: what it says of every sample, and how likely that makes what is known.
+    """One of several cross-fitted models: its opinion of every sample, and the likelihood of the known labels.
 
     Attributes:
         learner: how it was trained.
@@ -52,7 +52,7 @@ def cross_fitted(fitting: CrossFitting, weights: Array) -> Member:
 
 
 def member_of(scores: Array, codes: Array) -> Member:
-    """What was handed in, with the learner of the model that is fitted afterwards."""
+    """A member from given scores, with the learner of the final model."""
     noise = fit_noise(scores, codes)
     posterior = noise.log_posterior(scores, codes)
     learner = Linear(scores.shape[1], MIDDLE)

@@ -157,7 +157,9 @@ def threshold(log_odds: Array, allowed: Array) -> float:
 
 
 def wrong_log_odds(log_posterior: Array, labels: Array) -> Array:
-    """log P(wrong) - log P(right), (N,), from the log-posterior of the true class, (N, C); without rounding to 0 or 1."""
+    """log P(wrong) - log P(right), (N,), from the log-posterior of the true class, (N, C); without rounding to 0 or
+    1.
+    """
     rows = np.arange(len(labels))
     right = log_posterior[rows, labels]
     others = log_posterior.copy()

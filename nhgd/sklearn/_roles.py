@@ -36,7 +36,9 @@ class Roles:
 
     @classmethod
     def held_out(cls, codes: Array, classes: Sequence[Any], part: float, random: Any) -> Roles:
-        """Of samples with noisy labels: about this part of each class, at least one sample, is held out to judge the rest."""
+        """Hold out about this part of each class of noisily labelled samples, at least one sample each, to judge the
+        rest.
+        """
         chosen = []
         for c, name in enumerate(classes):
             members = random.permutation(np.flatnonzero(codes == c))

@@ -1,4 +1,4 @@
-"""Which labels are wrong? A scikit-learn classifier that tells, with or without a few trusted samples."""
+"""A scikit-learn classifier that finds wrong labels, with or without a few trusted samples."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FOLDS = 5
 
 
 class NoTrustedSetWarning(UserWarning):
-    """Part of the noisy data was held out in place of a trusted set.
+    """Part of the noisy data was held out because no trusted set was given.
 
     Attributes:
         finding: which part, as a sentence; the message goes on with what to do.
@@ -259,7 +259,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         return learnt
 
     def _learners(self, rows: Tensor, seed: int) -> list[AbstractLearner]:
-        """What is cross-fitted: the model, or linear ones with several ridges."""
+        """The learners to cross-fit: the model, or linear ones with several ridges."""
         classes = len(self.classes_)
         if isinstance(self.model, nn.Module):
             device, l2 = torch.device(self.device), MIDDLE if self.l2 is None else max(self.l2, 1e-6)
@@ -288,7 +288,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         return suspect, self.classes_[guess]
 
     def _conclude(self, suspect: Array, predicted: Array, codes: Array) -> None:
-        """Let go of suspects that the cleaned model would label as they are, and tell of the others."""
+        """Drop suspects that the cleaned model would label the same, and set the attributes of the others."""
         suspect = suspect & (predicted != self.classes_[codes])
         weights = 0.5 * (1 + np.tanh((self.threshold_ - self.scores_) / 2))
         self.weights_: Array = np.where(suspect, np.minimum(weights, np.nextafter(0.5, 0)), np.maximum(weights, 0.5))

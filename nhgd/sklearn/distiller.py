@@ -1,4 +1,4 @@
-"""A few samples that stand for many: a scikit-learn classifier that learns what it is trained on."""
+"""A scikit-learn classifier that learns a few samples to stand for many, and is trained on them."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Architecture:
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> nn.Module:
-        """A new model: zeros where it is linear, else drawn from the seed; global generators are left alone."""
+        """A new model: zeros if it is linear, else drawn from the seed; the global generators do not move."""
         if self.model == "linear":
             return linear_classifier(features, classes, self.bias, device, dtype)
         with torch.random.fork_rng(devices=[]):

@@ -18,7 +18,7 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Images:
-    """Pixels (N, P) between 0 and 1 with labels (N,), and a test set where the files have one."""
+    """Pixels (N, P) between 0 and 1 with labels (N,), and a test set if the files have one."""
 
     x: Tensor
     y: Tensor

@@ -104,7 +104,8 @@ def lbfgs(value: Callable[[], Tensor], leaves: Sequence[Tensor], tol: float, ste
 def newton_cg(
     problem: Bilevel, batch: Batch, tol: float, teacher: Bilevel | None = None, steps: int = 50, samples: int = 4096
 ) -> float:
-    """Newton's method with steps by preconditioned conjugate gradients, in place; returns the norm of the last gradient.
+    """Newton's method with steps by preconditioned conjugate gradients, in place; returns the norm of the last
+    gradient.
 
         theta <- theta - shrink * p,   |H p - g| <= min(0.1, sqrt(|g| / |g_0|)) |g|
 
@@ -138,7 +139,7 @@ def newton_cg(
 
 
 def _preconditioned(problem: Bilevel, lesson: Batch, tol: float) -> AbstractInverse:
-    """Conjugate gradients with what can be learnt of the problem, or with nothing where that is refused."""
+    """Conjugate gradients, preconditioned by learnt curvature, or plain if the problem allows none."""
     learner: Any = automatic(problem.theta)
     exact = problem.likelihood is not None
     for made in ([replace(learner, fisher="exact")] if exact else []) + [learner]:

@@ -70,7 +70,8 @@ def with_every_class(labels: Tensor, start: int, stop: int, classes: int) -> Ten
 
 
 def detection_scores(weights: Tensor, wrong: Tensor) -> dict[str, float]:
-    """How well low weights point at wrong labels: precision, recall, f1 at weight 0.5, and the area under the ROC curve.
+    """How well low weights point at wrong labels: precision, recall, f1 at weight 0.5, and the area under the ROC
+    curve.
 
     Args:
         weights: (N,), between 0 and 1.

@@ -10,11 +10,11 @@ WORST_RISE, WORST_GAP = 0.1, 0.5  # beyond either, a run is said to overfit
 
 
 class OverfittingWarning(UserWarning):
-    """The weights follow the trusted samples further than those tell about others."""
+    """The weights fit the trusted samples better than they generalise."""
 
 
 def overfitting(first: Row, best: Row, end: Row, by_loss: bool) -> dict[str, float]:
-    """How far the weights follow the trusted samples further than those tell about others; too far, and it warns.
+    """How far the weights overfit the trusted samples; warns if it is too far.
 
     overfitting: by which part the evaluation loss rose from its least while the trusted loss went on falling, 0 where it
     did not. gap: by which part the trusted loss is below the evaluation loss, less what it was after the first step. It

@@ -1,4 +1,4 @@
-"""A classifier trained on samples of which some are believed more than others: the inner problem of label cleaning."""
+"""A classifier trained on weighted samples: the inner problem of label cleaning."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class WeightedTraining:
         return Bilevel(inner, outer, self.model, self.v, l2=self.l2, likelihood="categorical")
 
     def solve(self, tol: float, steps: int = 2000) -> float:
-        """Bring theta by L-BFGS to where the inner gradient is at most `tol`, in place; returns its norm."""
+        """Train theta by L-BFGS, in place, until the inner gradient is at most `tol`; returns its norm."""
         everything = self.everything
 
         def value() -> Tensor:
@@ -89,7 +89,7 @@ class WeightedTraining:
         return lbfgs(value, list(self.model.parameters()), tol, steps)
 
     def solve_exactly(self, problem: Bilevel, tol: float) -> float:
-        """The same by Newton's method, which a small ridge does not slow down; by L-BFGS where that fails.
+        """The same by Newton's method, which a small ridge does not slow down; by L-BFGS if that fails.
 
         Args:
             problem: the one that is solved, as `problem` made it; curvature is learnt from its inner losses.
@@ -101,12 +101,14 @@ class WeightedTraining:
             return self.solve(tol)
 
     def _potential(self, model: nn.Module, v: Any, batch: Any) -> Tensor:
-        """Weights may depend on the losses. Then not the weighted losses but their potential is least at the solution."""
+        """Weights may depend on the losses. Then not the weighted losses but their potential is least at the
+        solution.
+        """
         losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
         return self.weighting.potential(v, losses, batch[2])
 
     def start_from_trusted(self) -> None:
-        """Bring theta to where it fits the trusted samples, if there are any, with ten times the ridge.
+        """Fit theta to the trusted samples, if there are any, with ten times the ridge.
 
         Far from a good theta all losses are alike, and a weight that depends on them says nothing.
         """
@@ -114,7 +116,7 @@ class WeightedTraining:
             _as_far_as_possible(lambda: fit(self.model, self.trusted, 10 * self.l2, 1e-2, steps=200))
 
     def start_solved(self) -> None:
-        """Bring theta by way of the trusted samples to where the inner problem is about solved.
+        """Fit theta to the trusted samples, then approximately to the inner problem.
 
         Far from there the implicit formula does not hold, and a few steps along it lead a function of the loss to believe
         every label.
@@ -130,7 +132,9 @@ def _as_far_as_possible(work: Callable[[], float]) -> None:
 
 
 def inner_settings(lr: float, momentum: float = NESTEROV) -> dict[str, Any]:
-    """Inner steps of a solver, with Nesterov's momentum and then a size that falls to a tenth; 0: plain steps of one size."""
+    """Inner steps of a solver, with Nesterov's momentum and then a size that falls to a tenth; 0: plain steps of one
+    size.
+    """
     if not momentum:
         return {"inner_lr": lr, "inner_optimizer": None}
     nesterov = partial(torch.optim.SGD, momentum=momentum, nesterov=True)
@@ -143,6 +147,6 @@ def outer_settings(lr: float = 0.05) -> dict[str, Any]:
 
 
 def nhgd_for(problem: Bilevel) -> NHGD:
-    """NHGD for such a problem: K-FAC learns from every fifth step, where the model has layers for it."""
+    """NHGD for such a problem: K-FAC learns from every fifth step, if the model has layers for it."""
     inverse = automatic(problem.theta)
     return NHGD(KFAC(factor_every=FACTOR_EVERY) if isinstance(inverse, KFAC) else inverse)

@@ -111,7 +111,7 @@ class ByLoss(AbstractWeighting):
 
     @override
     def first(self, start: float | None, like: Tensor) -> Tensor:
-        """a = 0, and b such that a sample without loss has the weight `start`, above 0.5; 0.8 unless told."""
+        """a = 0, and b such that a sample with zero loss has the weight `start`, above 0.5; 0.8 by default."""
         return like.new_tensor([0.0, math.log(_threshold(start))])
 
     def _learnt(self, v: Tensor, losses: Tensor, index: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class LossNet(nn.Module):
 @final
 @dataclass(frozen=True)
 class ByNet(AbstractWeighting):
-    """w_i = net( l_i ), v the parameters of a small net: Meta-Weight-Net. What `ByLoss` says of l_i holds here too.
+    """w_i = net( l_i ), v the parameters of a small net: Meta-Weight-Net. The remarks of `ByLoss` on l_i apply.
 
     References: J. Shu et al., Meta-Weight-Net: learning an explicit mapping for sample weighting, 2019, section 2.
     Deviations: 1. 16 hidden units with tanh in place of 100 with ReLU, and a start that falls with the loss, because
@@ -155,7 +155,7 @@ class ByNet(AbstractWeighting):
 
     @override
     def first(self, start: float | None, like: Tensor) -> LossNet:
-        """The net; a sample without loss has the weight `start`, above 0.5; 0.8 unless told."""
+        """The net; a sample with zero loss has the weight `start`, above 0.5; 0.8 by default."""
         return LossNet(_threshold(start)).to(like.device, like.dtype)
 
     def _learnt(self, v: nn.Module, losses: Tensor, index: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a task is: settings with named presets, and, once built, a problem with its data and its metrics."""
+"""Tasks: settings with named presets and, once built, a problem with its data and metrics."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Instance(ABC):
         return self.solver_settings() | (self.plain_sgd_settings() if algorithm.plain else {})
 
     def methods(self) -> Mapping[str, AbstractAlgorithm]:
-        """Methods made for this task, by the name they replace; any other name means what it means everywhere."""
+        """Methods tuned for this task, by the name they replace; other names have their usual meaning."""
         return {}
 
     def metrics(self, theta: Any, v: Any) -> dict[str, float]:
@@ -72,7 +72,7 @@ class Instance(ABC):
             return self.losses() | self.metrics(self.problem.theta.given, self.problem.v.given)
 
     def losses(self) -> dict[str, float]:
-        """Both losses where theta and v are now, on all data."""
+        """Both losses at the current theta and v, on all data."""
         with torch.no_grad():
             return {
                 "outer_loss": float(self.problem.outer_value(self.full_outer)),
@@ -103,7 +103,9 @@ class Instance(ABC):
         resume: bool = False,
         **settings: Any,
     ) -> Solver:
-        """A solver of this instance, afresh or from its checkpoint. Further settings replace those that suit the task."""
+        """A solver of this instance, afresh or from its checkpoint. Further settings replace those that suit the
+        task.
+        """
         begin = partial(Solver.resume, settings.pop("checkpoint", "")) if resume else Solver
         algorithm = method if isinstance(method, AbstractAlgorithm) else self.algorithm(method)
         return begin(
@@ -119,7 +121,7 @@ class Instance(ABC):
 
 
 def _seeded(build: Callable[..., Instance]) -> Callable[..., Instance]:
-    """The same seed gives the same problem, also where a task draws from the global generators; the caller's stay."""
+    """Seed the global generators too, for tasks that draw from them; the caller's are restored."""
 
     @wraps(build)
     def within(self: Any, seed: int, device: torch.device, data: str | Path | None = None) -> Instance:

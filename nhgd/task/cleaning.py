@@ -199,7 +199,9 @@ class Cleaning(AbstractTask):
         )
 
     def _sizes(self, samples: int, has_test: bool) -> tuple[int, int, int]:
-        """How many of the samples train, are trusted and evaluate; without a test set of their own, some are left for one."""
+        """How many of the samples train, are trusted and evaluate; without a test set of their own, some are left
+        for one.
+        """
         usual = (samples * 5 // 6, samples // 12, samples // 12) if has_test else (1000, 200, 200)
         n, m, e = self.train or usual[0], self.trusted or usual[1], self.evaluation or usual[2]
         if n + m + e > samples - (not has_test):
@@ -314,7 +316,7 @@ class CleaningInstance(Instance):
 
     @override
     def solver_settings(self) -> dict[str, Any]:
-        """Momentum inside and Adam outside, or what the task says."""
+        """Momentum inside and Adam outside, unless the task says otherwise."""
         task = self.task
         outer_lr = task.outer_lr or (0.03 if task.weights == "net" else 0.05)
         return {

@@ -151,7 +151,7 @@ class Distillation(AbstractTask):
     @property
     @override
     def threads(self) -> int | None:
-        """One for a linear model and small batches: a second gains a sixth, and where others work too, it costs far more."""
+        """One for a linear model with small batches: a second gains a sixth, and on a busy machine costs far more."""
         small = self.outer_batch is not None and self.outer_batch <= 10_000
         return 1 if self.model == "linear" and small else None
 
@@ -216,7 +216,7 @@ class Distillation(AbstractTask):
         )
 
     def _first(self, sets: ImageSets, random: Tensor, generator: torch.Generator) -> Tensor:
-        """The images to begin with, (n C, P)."""
+        """The initial images, (n C, P)."""
         start = self.start if self.start != "auto" else "mean" if self.per_class < 20 else "real"
         if start == "real":
             return random.clone()
@@ -325,12 +325,12 @@ def outer_settings(lr: float, optimiser: str = "adam") -> dict[str, Any]:
 
 
 def noisy_means(means: Tensor, per_class: int, noise: Tensor) -> Tensor:
-    """Images to begin with, (n C, P): the mean of each class n times, and a little noise of unit variance, (n C, P)."""
+    """Initial images, (n C, P): the mean of each class, n times, with a little noise of unit variance, (n C, P)."""
     return means.repeat_interleave(per_class, 0) + NOISE * noise
 
 
 def nhgd_for(images: int, classes: int, batch: int | None, inner_steps: int | None) -> NHGD:
-    """NHGD for so many images: the exact Fisher matrix of all of them where that is small, else K-FAC, refined."""
+    """NHGD for this many images: the exact Fisher matrix of all of them if that is small, else K-FAC, refined."""
     kfac = KFAC(fisher="exact", beta=0.5, factor_every=10, invert_every=10)
     if batch is not None and batch < images:
         return NHGD(kfac, refine=5)

@@ -1,3 +1,3 @@
-"""Curvature kept by other processes, and inner loops shared among processes."""
+"""Curvature in other processes, and inner loops divided among processes."""
 
 from nhgd.execution.distributed.executor import Distributed as Distributed

@@ -1,4 +1,4 @@
-"""Where the processes of a run listen: on this machine alone, unless an address says otherwise."""
+"""The addresses on which the processes of a run listen: loopback, unless told otherwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 
 
 def keep_store(host: str, port: int, limit: float, shared: bool = False) -> Any:
-    """A store that listens at this address and no other, where torch's own would listen at every one of the machine.
+    """A store that listens on this address alone; torch's own would listen on every interface.
 
     `shared` lets several of one process stand at one port.
     """
@@ -48,7 +48,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def find_store(host: str, port: int, limit: float) -> Any:
-    """The store that another process keeps at an address; None where nobody takes calls there within so many seconds.
+    """The store of another process at an address; None if nothing answers within the time limit.
 
     torch's own client would fill the screen with its attempts, and may try for longer.
     """
@@ -65,7 +65,7 @@ def find_store(host: str, port: int, limit: float) -> Any:
 
 
 def is_local(host: str) -> bool:
-    """Whether an address is that of this machine alone.
+    """Whether an address is on this machine's loopback.
 
     >>> is_local("127.0.0.1"), is_local("192.0.2.1")
     (True, False)

@@ -22,7 +22,7 @@ LAYOUT = ("starts", "sizes")  # where each parameter lies in the flat vector: ev
 
 
 class Division:
-    """Layers over curvature ranks, by the cost of their eigendecompositions; everything to one rank where there is one.
+    """Layers assigned to curvature ranks by the cost of their eigendecompositions; a single rank gets everything.
 
     Args:
         inverse: what is divided; only Kronecker-factored ones can be.
@@ -95,7 +95,7 @@ class Division:
         return into
 
     def own(self, state: S, part: int) -> S:
-        """The part of a state that a rank keeps: of what goes by a parameter's name, that of its own parameters."""
+        """The part of a state that a rank keeps: of values by parameter name, those of its own parameters."""
         if self.parts == 1:
             return state
         kept = {

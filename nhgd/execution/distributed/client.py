@@ -1,4 +1,4 @@
-"""What an inner rank sends to the curvature ranks, and asks of them."""
+"""What an inner rank sends to the curvature ranks, and requests from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Parts = Callable[[int], tuple[dict[str, Any] | None, Sequence[Tensor]]]  # text 
 
 
 def credit_period(max_lag: int) -> int:
-    """After how many records a curvature rank says that they are in the state."""
+    """After how many records a curvature rank acknowledges them."""
     return max(1, max_lag // 2)
 
 
@@ -59,11 +59,11 @@ class Client:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank asks, and tells what is not a record, for all inner ranks."""
+        """Whether this rank sends requests and control messages for all inner ranks."""
         return self.messenger.rank == 0
 
     def submit(self, parts: Sequence[InnerRecord]) -> None:
-        """Send a record, of which each curvature rank gets a part; wait while too many are outstanding."""
+        """Send a record in parts, one to each curvature rank; wait if too many are outstanding."""
         self._traffic.records += 1
         for part, record in enumerate(parts):
             self._send_record(part, record)
@@ -139,7 +139,7 @@ class Client:
         return found
 
     def _collect(self, part: int, records: int) -> None:
-        """Receive what a curvature rank says of its state, until so many records are known to be in it."""
+        """Receive acknowledgements of a curvature rank until this many records are in its state."""
         while self._credits[part] * self._period < records:
             found, received = self.messenger.receive_numbers(self._keepers[part], Tag.CREDITS, 2)
             self._credits[part] += 1
@@ -164,7 +164,7 @@ class Client:
         self.ask(Word.FINISH, lambda part: (report.text, report.tensors))
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._messenger = None
         for sent in self._sent:
             sent.clear()

@@ -1,4 +1,4 @@
-"""Curvature kept by other processes."""
+"""The executor whose curvature is kept by other processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from nhgd.variable import Variable
 
 @final
 class Distributed(AbstractExecutor):
-    """In other processes: curvature ranks fold the records in while the inner ranks go on.
+    """Curvature in other processes: curvature ranks fold in the records while the inner ranks continue.
 
     All processes run the same program. Ranks 0 to workers - 1 share the inner loop, the others keep curvature. During the
     inner loop records travel one way; at its end u goes there and x comes back. The cross derivative stays where theta is.
@@ -66,12 +66,12 @@ class Distributed(AbstractExecutor):
 
     @property
     def roles(self) -> Roles:
-        """Who will do what, as far as it is known before the processes have met: one inner rank where nobody said more."""
+        """The roles of the ranks, as far as they are known before the processes meet; one inner rank by default."""
         return self.group.roles
 
     @override
     def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
-        """Meet the others, if that was not done yet, and make the first state."""
+        """Meet the other processes if necessary, and create the first state."""
         self.group.join(theta)
         super().start(inverse, theta, v)
         self._theta = theta
@@ -118,7 +118,7 @@ class Distributed(AbstractExecutor):
 
     @override
     def state(self, wait: bool = False) -> tuple[Any, int]:
-        """A token of the state as it stands now, which is kept for the solves that follow, and how much it lacks."""
+        """A token of the current state, which is kept for the following solves, and the number of missing records."""
         if self._local is not None:
             return self._local.state(wait)
         if wait:
@@ -131,15 +131,17 @@ class Distributed(AbstractExecutor):
         return nullcontext()
 
     def inner_loop_ended(self) -> bool:
-        """Whether other processes keep the curvature."""
+        """True: other processes keep the curvature."""
         return self._local is None
 
     def raise_deferred(self) -> None:
-        """What was refused came with the answers."""
+        """Nothing to do: errors arrive with the answers."""
 
     @override
     def curvature(self) -> Curvature:
-        """What an outer step solves with. Without `stale` the solve itself waits for the records: one answer, not two."""
+        """The curvature to solve with. Unless `stale`, the solve itself waits for the records, which saves a round
+        trip.
+        """
         if self._local is not None:
             return self._local.curvature()
         marked, lag = self.state() if self.stale else (False, 0)
@@ -164,7 +166,7 @@ class Distributed(AbstractExecutor):
 
     @override
     def keep(self) -> Any:
-        """The state itself, put together from the parts of all curvature ranks; elsewhere than in rank 0 its kind alone."""
+        """The state, assembled from all curvature ranks; on ranks other than 0 only its form."""
         if self._local is not None:
             return self._local.keep()
         assert self.learner is not None
@@ -179,7 +181,7 @@ class Distributed(AbstractExecutor):
 
     @override
     def restore(self, state: Any) -> None:
-        """Send the state back to where it is kept, each rank its part."""
+        """Send the state back to the curvature ranks, each its part."""
         if self._local is not None:
             self._local.restore(state)
             return
@@ -191,7 +193,9 @@ class Distributed(AbstractExecutor):
 
     @override
     def measured(self) -> Traffic:
-        """What was done so far; bytes are records, u, the ridge and x of all inner ranks, and what this one sent to its team."""
+        """The work so far. Bytes count records, u, the ridge and x of all inner ranks, and what this rank sent to
+        its team.
+        """
         world = self.roles.world
         if self._local is not None:
             return replace(self._local.measured(), processes=world)

@@ -60,7 +60,7 @@ class Processes(Group):
 
     @property
     def roles(self) -> Roles:
-        """Who will do what, as far as it is known before the processes have met: one inner rank where nobody said more."""
+        """The roles of the ranks, as far as they are known before the processes meet; one inner rank by default."""
         return Roles(self.counts[0] or 1, self.counts[1]) if self._roles is None else self._roles
 
     @property
@@ -117,7 +117,9 @@ class Processes(Group):
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def _found_store(self, running: bool, limit: float) -> Any:
-        """Where processes leave words for each other: of the process group that runs, or what the environment names."""
+        """The store through which the processes exchange messages: of the running process group, or from the
+        environment.
+        """
         if running:
             return dist.distributed_c10d._get_default_store()
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -136,7 +138,7 @@ class Processes(Group):
         return PrefixStore(f"nhgd/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def _arrive(self, limit: float, left: float) -> None:
-        """Wait until all others are there too, for as many seconds as are left of a limit."""
+        """Wait for all other processes within the rest of the time limit."""
         names = {other: f"here/{other}" for other in range(self.roles.world) if other != self.rank}
 
         def missing() -> list[int]:
@@ -172,7 +174,9 @@ class Processes(Group):
         )
 
     def _connect(self, device: torch.device, store: Any, patience: timedelta) -> None:
-        """Start torch.distributed where a store is given; groups of everybody, of everybody on NCCL, and of the inner ranks."""
+        """Initialise torch.distributed if a store is given, and the groups: all ranks, all on NCCL, and the inner
+        ranks.
+        """
         if store is not None:
             world = self.roles.world
             dist.init_process_group(_backend(), store=store, rank=self.rank, world_size=world, timeout=patience)
@@ -223,7 +227,7 @@ class Processes(Group):
 
     @override
     def serve(self) -> Report:
-        """Keep curvature until the inner ranks have finished; what the first of them reports."""
+        """Keep curvature until the inner ranks have finished; returns the report of the first of them."""
         if self.server is None:
             raise InputError(
                 "This method has no inverse that learns, so a curvature rank would have nothing to do. Use curvature_ranks=0 to"
@@ -238,7 +242,7 @@ class Processes(Group):
 
     @override
     def fail(self, error: BaseException) -> None:
-        """Write for the others why this process stops, and leave them."""
+        """Record why this process stops, and leave the group."""
         if self._store is not None and not isinstance(error, PeerError):
             reason = error.reason if isinstance(error, NhgdError) else str(error)
             why = "it was interrupted." if isinstance(error, KeyboardInterrupt) else reason or type(error).__name__
@@ -268,7 +272,7 @@ class Processes(Group):
 
     @override
     def close(self) -> None:
-        """Close the connections to the others, who see it if they still wait for this process."""
+        """Close the connections, which waiting peers notice."""
         groups, self._groups, self.messenger = self._groups, [], None
         for user in (self.client, self.server):
             if user is not None:
@@ -280,7 +284,7 @@ class Processes(Group):
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T | None:
-    """What some work gives, or None where it fails or takes too long: a store that is gone may never answer."""
+    """The result of some work, or None if it fails or times out: a lost store may never answer."""
     found: list[T] = []
 
     def run() -> None:
@@ -308,7 +312,7 @@ def _is_watched() -> bool:
 
 
 def _backend() -> str:
-    """gloo for main memory, NCCL beside it where every process of this machine has a GPU of its own."""
+    """gloo for main memory, and NCCL as well if every process of this machine has its own GPU."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     enough = torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= local
     return "cpu:gloo,cuda:nccl" if enough else "gloo"

@@ -89,7 +89,7 @@ class Messenger:
         tensors: Sequence[Tensor] = (),
         data: Tensor | None = None,
     ) -> list[Any]:
-        """Begin to send tensors, or their bytes; the works to wait for, which hold the memory until then."""
+        """Start sending tensors, or their bytes; returns the works to wait for, which keep the memory alive."""
         if data is None and tensors:
             text, data = (text or {}) | {"shapes": shapes(tensors)}, to_bytes([t.detach() for t in tensors])
         if data is not None and data.is_cuda and self.device_group is None:
@@ -106,7 +106,7 @@ class Messenger:
         return works
 
     def receive(self, source: int, tag: Tag, device: torch.device | None = None) -> Message:
-        """The next message of another process; its bytes come to `device` where they are on a GPU."""
+        """The next message of another process; its bytes arrive on `device` if they are on a GPU."""
         head = torch.empty(4, dtype=torch.int64)
         self._irecv(head, source, tag, self.group)
         word, number, length, size = head.tolist()
@@ -123,7 +123,7 @@ class Messenger:
         return Message(word, number, text, data)
 
     def send_numbers(self, target: int, tag: Tag, *numbers: int) -> list[Any]:
-        """Begin to send whole numbers alone."""
+        """Start sending integers."""
         return [self._isend(torch.tensor(numbers), target, tag, self.group)]
 
     def receive_numbers(self, source: int, tag: Tag, count: int) -> list[int]:
@@ -134,7 +134,7 @@ class Messenger:
         return numbers
 
     def wait(self, works: Sequence[Any], other: int) -> None:
-        """Until what was sent to another process has arrived there."""
+        """Wait until a message has arrived."""
         for work in works:
             self._wait(work, other)
 
@@ -165,7 +165,7 @@ class Messenger:
 
 
 def lost(roles: Roles, ranks: Sequence[int], silent: float | None) -> PeerError:
-    """The error of processes that did not answer for so many seconds, or whose connections were closed.
+    """The error for processes that did not answer in time, or whose connections were closed.
 
     >>> lost(Roles(1, 1), [1], 30.0)
     PeerError('Rank 1 (curvature) did not answer within 30 s. If it is at work, allow more time, such as timeout=120.')

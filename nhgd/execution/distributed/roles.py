@@ -54,7 +54,7 @@ class Roles:
         return f"Rank {rank} ({self.role(rank)})"
 
     def role(self, rank: int) -> str:
-        """What a rank does."""
+        """The role of a rank."""
         return "inner" if rank < self.workers else "curvature"
 
 

@@ -1,4 +1,4 @@
-"""What a curvature rank does: it folds records in, and answers."""
+"""A curvature rank: it folds in records and answers requests."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Server:
 
     @torch.no_grad()
     def serve(self) -> Report:
-        """Until the inner ranks have finished; what the first of them reports."""
+        """Serve until the inner ranks have finished; returns the report of the first of them."""
         self._thread = thread = threading.Thread(target=self._receive, name="nhgd receiver", daemon=True)
         thread.start()
         while True:
@@ -102,7 +102,7 @@ class Server:
                 self._change(message)
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         for sent in self._sent:
             sent.clear()
 
@@ -139,7 +139,7 @@ class Server:
             return self._urgent.popleft() if self._urgent else self._waiting.popleft()
 
     def _complete(self, message: Message) -> _Record:
-        """A record, with the parts of the other inner ranks where it is of one part."""
+        """A record, completed by the parts of the other inner ranks if it is partial."""
         first, is_part = self._record(0, message)
         shards = [first]
         for inner in self._roles.inner[1:] if is_part else ():
@@ -187,7 +187,7 @@ class Server:
         self._changes += 1
 
     def _send(self, inner: int, works: list[Any]) -> None:
-        """Keep what is sent until it has arrived."""
+        """Keep a message alive until it has arrived."""
         sent = self._sent[inner]
         sent.append(works)
         if len(sent) > UNREAD:

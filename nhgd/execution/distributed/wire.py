@@ -21,12 +21,12 @@ _RECORDS = expected(BatchGradient, PerSampleGradients, LayerStatistics)
 
 
 def shapes(tensors: Sequence[Tensor]) -> Shapes:
-    """What is to be known of tensors to read them back from their bytes."""
+    """The metadata needed to read tensors back from their bytes."""
     return [[_NAMES[t.dtype], list(t.shape)] for t in tensors]
 
 
 def to_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """A copy of all numbers in one array of bytes, the widest first so that each stands where its kind may stand."""
+    """A copy of all numbers in one array of bytes, the widest first, so that each is aligned."""
     kinds = {t.dtype for t in tensors}
     if len(kinds) == 1:  # as a rule, and in the inner loop
         return torch.cat([t.reshape(-1) for t in tensors]).view(torch.uint8)
@@ -90,7 +90,7 @@ class Layout(NamedTuple):
         return cls(flatten(without)[0], text["is_part"], tuple((name, tuple(shape)) for name, shape in text["shapes"]))
 
     def record(self, tensors: Sequence[Tensor]) -> InnerRecord:
-        """The record of these tensors. One of a part stands for itself, as if there were no other."""
+        """The record of these tensors. A partial one counts as complete."""
         made: InnerRecord = unflatten(self.structure, tensors)
         return made
 

@@ -1,1 +1,1 @@
-"""What the iterative solvers are made of."""
+"""Parts of the iterative solvers."""

@@ -1,4 +1,4 @@
-"""What the directions of a solve tell about the Hessian."""
+"""What the directions of a solve reveal about the Hessian."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nhgd.errors import NonFiniteError
 
 
 class DirectionalCurvature:
-    """The curvature along the directions so far, with its sign told from rounding errors.
+    """The curvature along the directions so far, with its sign distinguished from rounding errors.
 
     Args:
         owner: who asks, for messages.
@@ -55,7 +55,7 @@ class DirectionalCurvature:
         return self.last > 0
 
     def notes(self, x: Tensor, length: float, size: float) -> dict[str, Any]:
-        """What a solve says that ended at x with a residual of this length, for a u of this size."""
+        """The notes of a solve that ended at x with a residual of this length, for a u of this size."""
         said: dict[str, Any] = {"negative_curvature": self.negative}
         if self.vanished and not self.negative:
             shown = self.eps * self.largest * float(x.norm())  # by what is just above rounding

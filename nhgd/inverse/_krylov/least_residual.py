@@ -1,4 +1,4 @@
-"""The best of what an iteration has seen."""
+"""The best iterate of a solve."""
 
 from __future__ import annotations
 
@@ -64,11 +64,12 @@ class LeastResidual:
         return (x, length) if length <= min(size, 10 * self.length) else (self.x, self.length)
 
     def lost(self, length: float) -> bool:
-        """Whether a residual of this length, after a doubt, shows that the iteration follows rounding errors alone."""
+        """Whether a residual of this length, after a suspicion, shows that the iteration follows rounding errors."""
         return self._sure is not None and not length * torch.finfo(self.x.dtype).eps <= self._sure[1]
 
     def confirmed(self, x: Tensor, residual: Callable[[Tensor], Tensor]) -> tuple[Tensor, float, bool]:
-        """x, the length of its residual, and True, where that, taken anew, is clearly below what it was at the first doubt.
+        """x, the length of its residual, and True, if that residual, recomputed, is clearly below the one at the
+        first suspicion.
 
         Otherwise what was the best then, and False.
         """

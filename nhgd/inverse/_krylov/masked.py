@@ -1,4 +1,4 @@
-"""Conjugate gradients of a fixed number of products, whose host reads nothing: what has ended stays as it is."""
+"""Conjugate gradients with a fixed number of products and no host reads: after convergence, iterates stay unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Smoothed:
         self.x, self._r, self.length = x.clone(), r.clone(), r.norm().double()
 
     def note(self, x: Tensor, r: Tensor, length: Tensor, going: Tensor) -> None:
-        """One more iterate, where the iteration was still `going`."""
+        """Note one more iterate, if the iteration was still `going`."""
         take = going & (length <= self.length)
         change = r - self._r
         eta = (-self._r.dot(change)).double() / change.dot(change).double()

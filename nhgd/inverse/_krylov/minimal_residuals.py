@@ -11,12 +11,14 @@ from torch import Tensor
 
 
 def range_tolerance(dtype: torch.dtype) -> float:
-    """From where on |H r| / (|H| |r|) is watched: a residual outside of the range of H has 0 there, but for rounding."""
+    """From where on |H r| / (|H| |r|) is watched: a residual outside of the range of H has 0 there, but for
+    rounding.
+    """
     return max(1e-8, 100 * torch.finfo(dtype).eps)
 
 
 class Minimal(NamedTuple):
-    """Where it ended: x, and the size of the largest eigenvalue as far as it was seen."""
+    """The end of an iteration: x, and the size of the largest eigenvalue seen."""
 
     x: Tensor
     largest: float

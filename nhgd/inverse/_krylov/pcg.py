@@ -17,7 +17,7 @@ Product: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Iterate(NamedTuple):
-    """Where the iteration ended: x, |H x - u| / |u|, and what is worth knowing of the way there, by name."""
+    """The end of an iteration: x, |H x - u| / |u|, and notes by name."""
 
     x: Tensor
     residual: float
@@ -33,7 +33,7 @@ def pcg(
     start: Tensor | None = None,
     precondition: Product | None = None,
 ) -> Iterate:
-    """x close to H^{-1} u by at most `steps` products, begun at `start` where that is better than zero.
+    """Approximate H^{-1} u by at most `steps` products, from `start` if it is better than zero.
 
         r = u - H x,  z = M^{-1} r,  p = z
         repeat:  alpha = r.z / p.Hp;  x += alpha p;  r_new = r - alpha Hp;  z_new = M^{-1} r_new

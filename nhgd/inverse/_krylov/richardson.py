@@ -1,4 +1,4 @@
-"""Richardson's iteration, gradient descent on 0.5 x.Hx - x.u, of which three methods are variants."""
+"""Richardson's iteration, gradient descent on 0.5 x.Hx - x.u, the basis of three methods."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def richardson(
 
 
 def safe_step(at: Oracle, like: Tensor, power_steps: int, damping: float = 0.0) -> float:
-    """1 / lambda_max of H + damping I from a power iteration, with which the iteration converges; 1 where H vanishes."""
+    """1 / lambda_max of H + damping I from a power iteration, with which the iteration converges; 1 where H
+    vanishes.
+    """
     top = largest_eigenvalue(at, like, power_steps) + damping
     return 1.0 / top if top > 0 else 1.0

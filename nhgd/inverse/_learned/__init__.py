@@ -1,1 +1,1 @@
-"""What the inverses that learn from inner steps are made of."""
+"""Parts of the inverses that learn from inner steps."""

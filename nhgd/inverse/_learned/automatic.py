@@ -11,7 +11,7 @@ from nhgd.variable import Variable
 
 
 def automatic(theta: Variable) -> KFAC | FisherWindow:
-    """K-FAC where theta is a module with a trainable Linear or Conv2d layer, the window elsewhere.
+    """K-FAC if theta is a module with a trainable Linear or Conv2d layer, else the window.
 
     Both take a Fisher matrix of the model's own labels where the problem has a likelihood.
     """
@@ -20,6 +20,6 @@ def automatic(theta: Variable) -> KFAC | FisherWindow:
 
 
 def completed(inverse: AbstractInverse | None, refine: int, theta: Variable) -> AbstractInverse:
-    """The inverse, or the one that suits the model, refined by so many steps of CG."""
+    """The inverse, or the one that suits the model, refined by this many steps of CG."""
     found = automatic(theta) if inverse is None else inverse
     return Refined(found, steps=refine) if refine and not isinstance(found, Refined) else found

@@ -1,4 +1,4 @@
-"""What is added to the diagonal beside the ridge."""
+"""What is added to the diagonal in addition to the ridge."""
 
 from __future__ import annotations
 

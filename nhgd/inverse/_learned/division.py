@@ -11,7 +11,7 @@ S = TypeVar("S")
 
 @runtime_checkable
 class SupportsDivision(Protocol[S]):
-    """A learned inverse whose solve begins with work on the state alone, in independent parts."""
+    """A learned inverse whose solve begins with independent parts of work on the state alone."""
 
     def divided(self, state: S, pool: Pool) -> S:
         """The state with that work done, each of the pool having done a part; all must ask. The state given stays."""

@@ -63,14 +63,14 @@ class Effort:
         return sum(map(self.records, range(self.build_up)))
 
     def sampling(self, step: int) -> Sampling | None:
-        """What is taken of the record of an inner step; None: everything."""
+        """How much of the record of an inner step is taken; None: everything."""
         building = step < self.build_up
         samples = self.build_up_samples if building else self.samples
         places = None if building and samples is None else self.places
         return None if samples is None and places is None else Sampling(samples, places, step)
 
     def in_full(self, observed: int) -> bool:
-        """Whether the last of so many observations was taken in full, and is decomposed in each solve."""
+        """Whether observation number `observed` was taken in full, and is decomposed in each solve."""
         return observed <= self.observed_in_build_up and self.invert_at is None
 
     def inverts(self, observed: int) -> bool:
@@ -82,7 +82,7 @@ class Effort:
         return observed in self.invert_at or (observed > last and (observed - last) % self.invert_every == 0)
 
     def beta(self, beta: float | None, samples: int, observed: int) -> float | None:
-        """How slowly means forget at the next record, of so many samples, after so many observations."""
+        """The forgetting factor of the next record, which has `samples`, after `observed` observations."""
         if self.memory is None or beta is None or self.in_full(observed + 1):
             return beta
         return max(0.0, 1 - samples / self.memory)

@@ -44,14 +44,16 @@ class Basis(NamedTuple):
         return self.score_values[:, :, None] * self.input_values[:, None, :]
 
     def solver(self, owner: str, layer: str, values: Tensor, extra: float) -> Solver:
-        """b -> (F + extra I)^{-1} b for matrices b, (G, out, in), where F has these eigenvalues, (G, out, in), in this basis."""
+        """b -> (F + extra I)^{-1} b for matrices b, (G, out, in), where F has these eigenvalues, (G, out, in), in
+        this basis.
+        """
         shifted = values + tape.on_device(extra)
         if not extra > 0:
             check_invertible(owner, layer, shifted)
         return lambda b: self.back(self.rotate(b) / shifted)
 
     def rescaled(self, a: Tensor, g: Tensor) -> Basis:
-        """Eigenvalues as large together as those of the factors are now: directions last longer than the scale."""
+        """Eigenvalues rescaled to the present size of the factors: directions stay valid longer than the scale."""
 
         def matched(values: Tensor, factor: Tensor) -> Tensor:
             had = values.sum(1, keepdim=True)
@@ -128,7 +130,7 @@ def staircase(rows: Sequence[int], out: int, most: int = 4) -> list[tuple[int, i
 
 
 def _scores_first(out: int, into: int, rows: int, columns: int) -> bool:
-    """Whether a matrix is turned into a block of so many rows and columns by its rows first: which costs less."""
+    """Whether it is cheaper to rotate the rows of a block first."""
     return rows * into * (out + columns) <= columns * out * (into + rows)
 
 
@@ -160,7 +162,7 @@ def decompositions(state: KroneckerState, layers: Iterable[str], pool: Pool | No
 
 @torch.no_grad()
 def refreshed(state: KroneckerState, small: int) -> dict[str, dict[str, Tensor]]:
-    """The bases that a state keeps, with those of factors of at most so many rows made anew."""
+    """The bases of a state, with those of factors of at most this many rows recomputed."""
     factors = {layer: dict(zip(("input", "score"), state.factors(layer), strict=True)) for layer in state.bases}
 
     def renewed() -> dict[str, dict[str, Tensor]]:

@@ -65,7 +65,7 @@ class Rows(AbstractBlock):
         return Rows(self.start, self.rows[which])
 
     def _columns(self, count: int) -> Iterator[tuple[slice, slice]]:
-        """Where a piece lies here and in the flat vector."""
+        """The slices of a piece here and in the flat vector."""
         for piece in pieces(self.rows.shape[2], count * self.rows.shape[1]):
             yield piece, slice(self.start + piece.start, self.start + piece.stop)
 

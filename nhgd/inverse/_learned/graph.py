@@ -33,9 +33,9 @@ class SupportsGraph(Protocol[S]):
     """A learned inverse with a part of `observe` that is work on tensors of fixed shapes at fixed places."""
 
     def graphable(self, state: S, record: InnerRecord) -> Graphable | None:
-        """That part for a record, which an executor may capture as a CUDA graph; None where there is none."""
+        """The part of an observation that an executor may capture as a CUDA graph; None if there is none."""
         ...
 
     def observe(self, state: S, record: InnerRecord, ready: Any = None) -> S:
-        """The state after an inner step, with the result of that part where it is `ready`."""
+        """The state after an inner step, given the result of that part if it is `ready`."""
         ...

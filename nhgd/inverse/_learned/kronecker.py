@@ -39,7 +39,9 @@ T = TypeVar("T", bound=KroneckerState)
 
 
 class BatchStatistics(NamedTuple):
-    """What one batch adds: A, G times the mean weight, and that weight, by layer; and the blocks of other parameters."""
+    """The contribution of one batch: A, G times the mean weight, and that weight, by layer; and the blocks of other
+    parameters.
+    """
 
     layers: dict[str, tuple[Tensor, ...]]
     blocks: dict[str, Tensor]
@@ -100,7 +102,7 @@ class AbstractKronecker(LayerMeans[T]):
     @torch.no_grad()
     @override
     def observe(self, state: T, record: InnerRecord, ready: BatchStatistics | None = None) -> T:
-        """Fold the batch, or its statistics where they are ready, into the running means; the given state stays as it was."""
+        """Fold the batch, or its statistics if they are ready, into the running means; the given state is unchanged."""
         assert isinstance(record, LayerStatistics)
         if not record.layers and not state.inputs:
             raise InputError(
@@ -129,7 +131,7 @@ class AbstractKronecker(LayerMeans[T]):
         return self._refreshed(state, new, record, rate)
 
     def graphable(self, state: T, record: InnerRecord) -> Graphable | None:
-        """The statistics of a batch, where they are not summed over samples elsewhere."""
+        """The statistics of a batch, unless they must be summed over workers."""
         if not isinstance(record, LayerStatistics) or record.reduction is not None or not record.layers:
             return None
 
@@ -141,7 +143,7 @@ class AbstractKronecker(LayerMeans[T]):
 
     @torch.no_grad()
     def statistics(self, state: KroneckerState, record: LayerStatistics) -> BatchStatistics:
-        """What the batch adds to the running means, of layers and of the parameters outside.
+        """The contribution of the batch to the running means, of layers and of the other parameters.
 
         Of the state only the sizes of theta's leaves are used, so that this can be captured once and replayed.
         """
@@ -252,14 +254,14 @@ class AbstractKronecker(LayerMeans[T]):
         return apply, notes
 
     def _own_ridge(self, state: T, layer: str, shift: Tensor, damping: float) -> LayerRidge | float:
-        """The ridge of a layer: with damping where it differs within it, or one number without."""
+        """The ridge of a layer: with damping if it differs within the layer, or one number without."""
         own = state.gather(layer, shift).to(state.inputs[layer].dtype)
         found = LayerRidge.of(own)
         return LayerRidge.of(own + damping) if damping and isinstance(found, LayerRidge) else found
 
     @property
     def _iterations(self) -> int:
-        """Of conjugate gradients at most, where a ridge needs them."""
+        """The limit of conjugate-gradient iterations for an uneven ridge."""
         allowed = None if self.effort is None else self.effort.iterations
         return ITERATIONS if allowed is None else allowed
 
@@ -279,11 +281,14 @@ class AbstractKronecker(LayerMeans[T]):
 
     @abstractmethod
     def _uneven_solver(self, state: T, layer: str, ridge: LayerRidge, notes: dict[str, Any]) -> Solver:
-        """b -> (F_layer + R)^{-1} b where ridge and damping R differ within the layer; how it went is noted at each solve."""
+        """b -> (F_layer + R)^{-1} b where ridge and damping R differ within the layer; how it went is noted at each
+        solve.
+        """
 
     @override
     def memory(self, theta: Variable) -> int:
-        """Factors, twice while a batch is folded in, eigenvectors and what finding them takes, blocks, moments, three vectors.
+        """Factors, twice while a batch is folded in, eigenvectors and what finding them takes, blocks, moments,
+        three vectors.
 
         A solve with a ridge that differs within layers holds a dozen vectors more, and bases of its own.
         """

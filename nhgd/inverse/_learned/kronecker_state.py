@@ -12,7 +12,7 @@ from nhgd.inverse._learned.state import State
 
 @dataclass
 class KroneckerState(State):
-    """Running means over what was observed. A layer goes by the name of its weight.
+    """Running means of the observations. A layer goes by the name of its weight.
 
     Attributes:
         starts, sizes: where each leaf of theta lies in the flat vector.
@@ -54,7 +54,7 @@ class KroneckerState(State):
         return torch.cat([found, vector[bias : bias + groups * out].reshape(groups, out, 1)], dim=2)
 
     def place(self, name: str) -> slice:
-        """Where a leaf lies in the flat vector."""
+        """The slice of a leaf in the flat vector."""
         return slice(self.starts[name], self.starts[name] + self.sizes[name])
 
     def scatter(self, layer: str, matrix: Tensor, vector: Tensor) -> None:

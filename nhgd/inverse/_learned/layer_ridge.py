@@ -1,4 +1,4 @@
-"""The ridge of one layer where it differs within it, and solving with it."""
+"""The ridge of one layer if it differs within the layer, and the solve with it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class LayerRidge:
-    """Ridge and damping of one layer, R, with what it is as a product of a row and a column.
+    """Ridge and damping of one layer, R, with its factorisation into a row and a column.
 
         R_ij = level * rows_i * columns_j        where `separable`; elsewhere that is the nearest such product, in logarithms
 
@@ -51,7 +51,7 @@ class LayerRidge:
 
     @classmethod
     def of(cls, entries: Tensor) -> LayerRidge | float:
-        """That of a layer; or one number, where it has no other.
+        """The ridge of a layer; or one number, if it is even.
 
         >>> LayerRidge.of(torch.full((1, 2, 3), 0.5))
         0.5
@@ -92,18 +92,22 @@ class LayerRidge:
         return float(self.entries.mean())
 
     def pays(self, iterations: int) -> bool:
-        """Whether decomposing the factors that it scales costs no more than so many iterations."""
+        """Whether decomposing the factors that it scales costs no more than this many iterations."""
         out, columns = self.entries.shape[1:]
         sizes = [n for n, even in ((out, self.even_rows), (columns, self.even_columns)) if not even]
         return pays(sizes, out, columns, iterations)
 
     def scaled(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """The factors of S F S for F = A (x) G: C^-1/2 A C^-1/2, and D^-1/2 G D^-1/2 / level, C the columns and D the rows."""
+        """The factors of S F S for F = A (x) G: C^-1/2 A C^-1/2, and D^-1/2 G D^-1/2 / level, C the columns and D
+        the rows.
+        """
         c, d = self.columns.rsqrt(), self.rows.rsqrt()
         return c.mT * a * c, d * g * d.mT / self.level
 
     def basis(self, layer: str, a: Tensor, g: Tensor, kept: Basis | None = None) -> Basis:
-        """The eigendecompositions of the scaled factors. Where all rows or all columns are 1, that which is kept serves."""
+        """The eigendecompositions of the scaled factors. Where all rows or all columns are 1, that which is kept
+        serves.
+        """
         scaled_a, scaled_g = self.scaled(a, g)
         if kept is not None and self.even_columns:
             inputs = kept.input_values, kept.input_vectors
@@ -116,13 +120,14 @@ class LayerRidge:
         return Basis(inputs[1], inputs[0].clamp_min(0), scores[1], scores[0].clamp_min(0))
 
     def diagonal(self, basis: Basis, old: Basis, values: Tensor) -> Tensor:
-        """That of S F S in its `basis`, (G, out, in), where F has these values in an old one."""
+        """The diagonal of S F S in its `basis`, (G, out, in), given the values of F in an old one."""
         r_a = (old.input_vectors.mT * self.columns.rsqrt()) @ basis.input_vectors
         r_g = (old.score_vectors.mT * (self.level * self.rows).rsqrt().mT) @ basis.score_vectors
         return r_g.square().mT @ values @ r_a.square()
 
     def solver(self, basis: Basis, values: Tensor) -> Solver:
-        """b -> (F + R)^{-1} b for matrices b, (G, out, in), where S F S has these values in its `basis`, and R is separable.
+        """b -> (F + R)^{-1} b for matrices b, (G, out, in), where S F S has these values in its `basis`, and R is
+        separable.
 
         With S = `scale`, so that S R S = I:
 
@@ -132,7 +137,8 @@ class LayerRidge:
 
 
 def pays(sizes: Sequence[int], out: int, columns: int, iterations: int) -> bool:
-    """Whether decomposing factors of these sizes costs no more than so many iterations of conjugate gradients on a layer.
+    """Whether decomposing factors of these sizes costs no more than this many iterations of conjugate gradients on a
+    layer.
 
     >>> pays([31], 16, 31, iterations=1), pays([785], 10, 785, iterations=50)
     (True, False)
@@ -178,7 +184,7 @@ class Uneven:
         return lambda y: flat * self.basis.rotate(self.basis.back(flat * y) / ridge) + steep * y
 
     def solver(self, averaged: Callable[[], Solver], iterations: int, notes: dict[str, Any]) -> Solver:
-        """b -> x, (G, out, in). Where it is not there after so many iterations, x is at least as near as the averaged one is.
+        """b -> x, (G, out, in). Without convergence, x is at least as good as the averaged ridge's.
 
         Nearer is meant in the norm of the matrix that is solved, and of multiples of `averaged` the best is taken.
 
@@ -220,7 +226,7 @@ class Uneven:
         return self._out_of(y), left, taken
 
     def _nearer(self, b: Tensor, x: Tensor, other: Tensor) -> tuple[Tensor, float]:
-        """x, or the best multiple of another guess where that is nearer, group by group; and its relative residual."""
+        """x, or the best multiple of another guess if that is closer, for each group; and its relative residual."""
         target = self._into(b)
         y, w = (self.basis.rotate(t if self.scale is None else t / self.scale) for t in (x, other))
         hy, hw = self.product(y), self.product(w)

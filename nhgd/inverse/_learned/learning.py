@@ -21,7 +21,9 @@ def learn(
     seed: int = 0,
     calls: OracleCalls | None = None,
 ) -> Any:
-    """The state of `inverse` after it has observed one inner gradient for each batch, None where nothing in it learns. theta does not move."""
+    """The state of `inverse` after it has observed one inner gradient for each batch, None where nothing in it
+    learns. theta does not move.
+    """
     learner = inverse.learner
     if learner is None:
         return None

@@ -1,4 +1,4 @@
-"""Learned inverses that take a part of what the inner steps compute: on periods that are given, or within a budget."""
+"""Learned inverses that record a part of the inner steps: at given periods, or within a budget."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ OVERHEAD = 0.1  # of the inner loop, by default
 
 @dataclass(frozen=True)
 class Periodic(Learned[S]):
-    """A learned inverse that takes a record every so many steps, as it is told or as an `overhead` allows."""
+    """A learned inverse that takes a record at given periods, or as an `overhead` allows."""
 
     @property
     def factor_every(self) -> int:
-        """Inner steps from one record to the next, where no effort says which."""
+        """Inner steps from one record to the next, unless an effort decides."""
         return 1
 
     @property
@@ -34,14 +34,14 @@ class Periodic(Learned[S]):
     @property
     @abstractmethod
     def effort(self) -> Effort | None:
-        """What the overhead came to for a model and its batches; None: not decided yet, or nothing to decide."""
+        """What the overhead allows for a model and its batches; None: not decided yet, or nothing to decide."""
 
     def needs_record(self, step: int) -> bool:
-        """Every `factor_every`-th step, or as the effort says."""
+        """Every `factor_every`-th step, or as the effort decides."""
         return step % self.factor_every == 0 if self.effort is None else self.effort.records(step)
 
     def signature(self, first: int, steps: int, observed: int) -> tuple[Any, ...]:
-        """What decides which work some inner steps take here, after so many observations, beside numbers."""
+        """What decides which work some inner steps do, after `observed` observations, numbers aside."""
         found: list[Any] = []
         for step in range(first, first + steps):
             if not self.needs_record(step):
@@ -58,7 +58,7 @@ class Periodic(Learned[S]):
         return False
 
     def sampling(self, step: int) -> Sampling | None:
-        """As the effort says."""
+        """How much of the record the effort takes."""
         return None if self.effort is None else self.effort.sampling(step)
 
 

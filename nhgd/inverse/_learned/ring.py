@@ -63,7 +63,9 @@ class NewRows:
 
 
 def factors_pay(places: int, roots: int, width: int, out: int) -> bool:
-    """Whether a product of two samples costs less from inputs and scores than from gradients; then they are smaller too."""
+    """Whether a product of two samples costs less from inputs and scores than from gradients; then they are smaller
+    too.
+    """
     return places**2 * (width + roots**2 * out) <= roots**2 * width * out
 
 
@@ -73,7 +75,7 @@ def by_sample(rows: Tensor, samples: int) -> Tensor:
 
 
 def layer_rows(state: WindowState, record: LayerStatistics) -> NewRows:
-    """What the layers of a record add: inputs and scores where they are cheaper, gradients elsewhere."""
+    """The rows of a record's layers: inputs and scores if they are cheaper, gradients otherwise."""
     plain: list[tuple[int, Tensor]] = []
     inputs: dict[str, Tensor] = {}
     scores: dict[str, Tensor] = {}
@@ -100,7 +102,7 @@ def layer_rows(state: WindowState, record: LayerStatistics) -> NewRows:
 
 
 def _neighbours_joined(plain: list[tuple[int, Tensor]]) -> dict[str, Tensor]:
-    """Neighbours in the flat vector as one array, by where they begin."""
+    """Merge arrays that are adjacent in the flat vector, by their starts."""
     runs: list[tuple[int, list[Tensor]]] = []
     end = -1
     for start, rows in sorted(plain, key=lambda pair: pair[0]):
@@ -113,7 +115,7 @@ def _neighbours_joined(plain: list[tuple[int, Tensor]]) -> dict[str, Tensor]:
 
 
 def pairs(state: WindowState, news: NewRows) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each array of the ring with what is new for it, as many places long."""
+    """Each array of the ring with its new rows, padded to the same length."""
     for name, tensor in news.rows.items():
         yield state.rows[name], tensor
     for name in news.inputs:
@@ -123,7 +125,7 @@ def pairs(state: WindowState, news: NewRows) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def fit(state: WindowState, news: NewRows) -> None:
-    """Make room for longer sequences, and refuse a record that has other parts than the ring."""
+    """Make room for longer sequences, and refuse a record with other parts than the ring."""
     same = state.rows.keys() == news.rows.keys() and state.inputs.keys() == news.inputs.keys()
     same = same and all(stored.shape[1:] == news.rows[name].shape[1:] for name, stored in state.rows.items())
     same = same and all(stored.shape[1] == news.roots for stored in state.scores.values())

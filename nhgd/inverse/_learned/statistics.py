@@ -1,4 +1,4 @@
-"""Running statistics of the Fisher matrix: what the inverses that keep them agree on."""
+"""Running statistics of the Fisher matrix: the conventions of all inverses that keep them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_statistics(owner: str, damping: Damping, beta: float | None, dtype: to
 
 
 def statistics_note(batch_objective: bool) -> dict[str, str]:
-    """What a solve notes of its statistics where some are of the batch objective."""
+    """The note of a solve if some statistics are of the batch objective."""
     return {"statistics": BATCH_OBJECTIVE} if batch_objective else {}
 
 
@@ -48,7 +48,7 @@ def step_of_mean(mass: M, beta: float | None, samples: int) -> tuple[M, M]:
 
 
 def merge(means: dict[str, Tensor], batch: dict[str, Tensor], rate: float | Tensor) -> dict[str, Tensor]:
-    """Running means moved towards a batch, as new tensors. What only one of the two holds was zero in the other."""
+    """Running means moved towards a batch, as new tensors. A value missing from one of the two counts as zero."""
     both = [n for n in means if n in batch]
     # One call for all of them: on a GPU the launches of many small ones take longer than the work.
     if isinstance(rate, Tensor):

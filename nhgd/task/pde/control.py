@@ -148,7 +148,7 @@ class PDE(AbstractTask):
     @property
     @override
     def threads(self) -> int | None:
-        """One where the net is small: its arrays are not worth sharing, and threads that wait for a busy core spin."""
+        """One for a small net: its arrays are too small to divide, and threads that wait for a busy core spin."""
         points = self.interior + 4 * self.side + self.initial
         return 1 if points * self.width < 50_000 else None
 

@@ -43,7 +43,9 @@ class AbstractResidual(ABC):
 
     @abstractmethod
     def sample(self, seed: tuple[int, ...]) -> Sequence[Tensor]:
-        """Points (n, d) for each condition, in float64. `box` and `sides` draw them, each set from (*seed, its number)."""
+        """Points (n, d) for each condition, in float64. `box` and `sides` draw them, each set from (*seed, its
+        number).
+        """
 
     @abstractmethod
     def residuals(self, u: Jet, control: Control, x: Tensor) -> Sequence[Tensor]:
@@ -54,7 +56,7 @@ class AbstractResidual(ABC):
 
     @abstractmethod
     def outer(self, net: JetNet, control: Control, batch: Any) -> Tensor:
-        """What the control is judged by: a scalar."""
+        """The outer objective of a control: a scalar."""
 
     def net(self, hidden: Sequence[int], seed: int) -> JetNet:
         """A network for the state with these hidden widths."""
@@ -63,7 +65,9 @@ class AbstractResidual(ABC):
     def collocation(
         self, seed: tuple[int, ...], device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """An inner batch: points (N, d), the condition of each (N,), and weights (N,) that make every condition count 1."""
+        """An inner batch: points (N, d), the condition of each (N,), and weights (N,) that make every condition
+        count 1.
+        """
         sets = self.sample(seed)
         total = sum(len(x) for x in sets)
         kinds = torch.cat([torch.full((len(x),), i) for i, x in enumerate(sets)])

@@ -30,7 +30,7 @@ SIDE = 11  # nodes in x and in y where the public reference code evaluates
 
 
 def target(x: Tensor, y: Tensor, t: Tensor) -> Tensor:
-    """What the state is to follow: 16 x (1 - x) y (1 - y) sin(pi t)."""
+    """The target of the state: 16 x (1 - x) y (1 - y) sin(pi t)."""
     return 16 * x * (1 - x) * y * (1 - y) * torch.sin(math.pi * t)
 
 
@@ -79,7 +79,7 @@ class Heat(AbstractResidual):
 
     @override
     def residuals(self, u: Jet, control: Control, x: Tensor) -> tuple[Tensor, ...]:
-        """The equation, and the state where it must vanish."""
+        """The residuals of the equation, and of the state where it must vanish."""
         source = control(x[:, 2:])[:, 0]
         return u.gradient[:, 2] - self.nu * u.laplacian - source, u.value, u.value
 
@@ -91,7 +91,7 @@ class Heat(AbstractResidual):
 
 
 def flow(x: Tensor, tau: Tensor, nu: float) -> Tensor:
-    """g(x, tau): what is left after a time tau of a line that began at 1, its ends held at 0; arguments broadcast."""
+    """g(x, tau): the rest, after a time tau, of a line that began at 1, its ends held at 0; arguments broadcast."""
     r = 2 * (nu * tau).sqrt()
     images = max(1, math.ceil(6 * float(r.max())))
     r = r.clamp_min(1e-30)
@@ -135,7 +135,8 @@ class QuadraticForm:
 
 
 def responses(line: Tensor, i: Tensor, j: Tensor, nu: float, times: int = NODES) -> tuple[Tensor, Tensor]:
-    """What a cell of time adds to the state at the points (line_i, line_j), for each of its two ends, (P, cells) both.
+    """The contribution of a cell of time to the state at the points (line_i, line_j), for each of its two ends, (P,
+    cells) both.
 
         u(t_k) = sum_c  near_c f(t_k - c h) + far_c f(t_k - (c + 1) h),      c = 0 .. k - 1
 

@@ -33,7 +33,7 @@ class Jet:
 
 @final
 class JetNet(nn.Module):
-    """A tanh network with one output that also tells its derivatives.
+    """A tanh network with one output and its derivatives.
 
     A layer is a Linear without bias on inputs with a constant feature in front: 1 where the value passes, 0 where
     derivatives do. So a sample is one sequence of d + 2 places to each layer, and what an inner step records of it is
