@@ -117,7 +117,7 @@ def kept(path: Path, ended: Ended, least: int, seeds: Sequence[int] = (0,)) -> I
         if saved.step < least:
             yield f"the checkpoint is of step {saved.step}, and there was one of step {least}"
         said = str(ended.error or "")
-        told = "The last good" in said or "still holds the earlier run" in said
+        told = "The last good" in said or "still contains the earlier run" in said
         if ended.error is not None and "could not be written" in said and least and not told:
             yield f"the last good checkpoint is not named: {said}"
         if "The last good checkpoint is" in said:
@@ -162,7 +162,7 @@ def after_reading(place: Path, ended: Ended) -> Iterator[str]:
     yield from sentence(ended)
     if ended.solver is not None:
         if ended.solver.loop.clock.k < BEFORE and not any(
-            "goes on from the checkpoint before" in s for s in ended.said
+            "continues from the previous checkpoint" in s for s in ended.said
         ):
             yield "an older checkpoint was taken without a word"
         ended.solver.close()

@@ -139,7 +139,8 @@ def spread(steps: int, points: int) -> list[int]:
         raise InputError(f"points must be a whole number of at least 1, got {points}.")
     if points > steps:
         raise InputError(
-            f"A run of {steps} outer steps has no {points} points to look at. Ask for at most {steps}, or for more steps."
+            f"A run of {steps} outer steps does not have {points} points to examine. Ask for at most {steps}, or for"
+            " more steps."
         )
     found: list[int] = []
     for i in range(points):
@@ -155,13 +156,12 @@ def _remaining(solver: Solver, steps: int) -> int:
     executor = solver.executor
     if executor.group.serves or max(executor.group.team.size, executor.traffic.processes) > 1:
         raise InputError(
-            f"A run is looked at in one process alone, and {executor.name} execution has several. Use execution='inline'."
+            f"A run can be examined in one process only, and {executor.name} execution has several. Use"
+            " execution='inline'."
         )
     remaining = steps - solver.continued
     if remaining < 1:
-        raise InputError(
-            f"The interrupted run has taken {solver.continued} outer steps already. Ask for more than these."
-        )
+        raise InputError(f"The interrupted run has already taken {solver.continued} outer steps. Ask for more.")
     return remaining
 
 

@@ -90,7 +90,7 @@ class Report:
         bad = [row for row in self.rows if row["warning"]]
         if bad and (self.reference["negative_curvature"] or self.reference["singular"]):
             listed = ", ".join(f"{row['inverse']} {row['residual']:.2g}" for row in bad)
-            return [f"In trouble for what follows, with these residuals: {listed}."]
+            return [f"These solves are unreliable, with the residuals given: {listed}."]
         return [f"{row['inverse']}: {row['warning']}" for row in bad]
 
 

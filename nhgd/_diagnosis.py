@@ -158,7 +158,7 @@ def advice(found: Diagnosis, size: int) -> list[str]:
         _of_the_optimum(found),
     ]
     if found.hypergradient is not None and not bool(found.hypergradient.any()):
-        said.append("The exact hypergradient is zero here, so nothing has an error relative to it.")
+        said.append("The exact hypergradient is zero here, so relative errors are undefined.")
     return [*(sentence for sentence in said if sentence), *_of_fisher(found)]
 
 
@@ -166,10 +166,11 @@ def _of_products(found: Diagnosis) -> list[str]:
     if found.symmetric:
         return []
     return [
-        f"Hessian products are not symmetric: a.Hb and b.Ha differ by {percent(found.asymmetry)} % for random a and b. A"
-        " Hessian is symmetric, so an operation inside inner() has a wrong second derivative (on a CPU torch's weight_norm has"
-        " one), and all that products enter is off by about as much: the reference, too. Write that operation out in"
-        " elementary ones, such as weight = g * v / v.norm(dim=1, keepdim=True)."
+        f"Hessian products are not symmetric: a.Hb and b.Ha differ by {percent(found.asymmetry)} % for random a and"
+        " b. A Hessian is symmetric, so an operation inside inner() has a wrong second derivative (torch's"
+        " weight_norm on a CPU, for example), and everything computed from products is off by about as much, the"
+        " reference included. Write that operation out in elementary ones, such as weight = g * v / v.norm(dim=1,"
+        " keepdim=True)."
     ]
 
 
@@ -183,8 +184,8 @@ def _of_the_hessian(found: Diagnosis, size: int) -> list[str]:
             else f" (down to {reference.smallest:.1e}; the largest is {reference.largest:.1e})"
         )
         said.append(
-            f"The inner Hessian is not positive definite here: it has negative curvature{least}, so this is no inner minimum and"
-            " the implicit formula does not hold. Train the inner problem further or add l2."
+            f"The inner Hessian is not positive definite here: it has negative curvature{least}, so this is not an"
+            " inner minimum and the implicit formula does not hold. Train the inner problem further or add l2."
         )
     if reference.singular:
         count = "some" if reference.null is None else f"{reference.null} of {size}"
@@ -195,14 +196,14 @@ def _of_the_hessian(found: Diagnosis, size: int) -> list[str]:
         )
         if solved.outside > 1e-6:
             said.append(
-                f"{percent(solved.outside)} % of the outer gradient lies outside of the range of the inner Hessian: the outer"
-                " loss depends on directions that the inner problem leaves open, and no x solves H x = u. Add l2, set damping,"
-                " or let the products run over more data (inner_data=)."
+                f"{percent(solved.outside)} % of the outer gradient lies outside the range of the inner Hessian: the"
+                " outer loss depends on directions that the inner problem does not determine, and no x solves H x ="
+                " u. Add l2, set damping, or let the products run over more data (inner_data=)."
             )
     if solved.x is None:
         said.append(
-            f"There is no reference here: {found.method} ended with a residual of {solved.residual:.1e}, so the inverses have"
-            " no errors to be told. Add l2, use float64, or raise dense_below to D for a dense solve."
+            f"There is no reference here: {found.method} ended with a residual of {solved.residual:.1e}, so errors of"
+            " the inverses cannot be computed. Add l2, use float64, or raise dense_below to D for a dense solve."
         )
     return said
 
@@ -210,16 +211,17 @@ def _of_the_hessian(found: Diagnosis, size: int) -> list[str]:
 def _of_the_optimum(found: Diagnosis) -> str:
     gradient = f"inner gradient {found.gradient:.1e}"
     if found.reference.negative:
-        return f"How far theta is from an inner optimum cannot be told here ({gradient})."
+        return f"The distance of theta from an inner optimum cannot be determined here ({gradient})."
     if found.open:
         return (
-            f"How far theta is from an inner optimum cannot be told: {percent(found.open)} % of the inner gradient"
-            f" ({found.gradient:.1e}) points where the inner Hessian has no curvature. Train the inner problem further."
+            f"The distance of theta from an inner optimum cannot be determined: {percent(found.open)} % of the inner"
+            f" gradient ({found.gradient:.1e}) points where the inner Hessian has no curvature. Train the inner"
+            " problem further."
         )
     if found.distance is None:
-        return f"How far theta is from the inner optimum could not be found out ({gradient})."
+        return f"The distance of theta from the inner optimum could not be determined ({gradient})."
     if found.zero:  # which has no size of its own
-        return f"theta is 0, and about {found.distance:.2g} away from the inner optimum ({gradient})."
+        return f"theta is 0, about {found.distance:.2g} away from the inner optimum ({gradient})."
     if found.distance > 0.05:
         return (
             f"theta is about {100 * found.distance:.0f} % of its own size away from the inner optimum (inner gradient"
@@ -232,7 +234,7 @@ def _of_fisher(found: Diagnosis) -> list[str]:
     if found.scalar:
         return ["inner() returns a scalar, so there is no Fisher matrix and the Fisher inverses do not apply."]
     if found.fisher is None:
-        return ["The inner Hessian is zero, so there is nothing to compare the Fisher matrix with."]
+        return ["The inner Hessian is zero, so the Fisher matrix cannot be compared with it."]
     along = "" if found.apart is None else f", {percent(found.apart)} % along the solution"
     far = f"The empirical Fisher matrix is {percent(found.fisher)} % away from the Hessian{along}"
     worst = max(found.fisher, found.apart or 0.0)
@@ -240,10 +242,10 @@ def _of_fisher(found: Diagnosis) -> list[str]:
         return [f"{far}: an inverse that learns it well needs no Hessian products."]
     if worst < 0.6:
         return [
-            f"{far}: an inverse that learns it errs by about as much, beside its own approximation. Refine it by a few Hessian"
-            " products when that matters."
+            f"{far}: an inverse that learns it errs by about as much, in addition to its own approximation. Refine it"
+            " by a few Hessian products when that matters."
         ]
     return [
-        f"{far}: the model does not describe the data, or its residuals vanish. Do not trust an empirical-Fisher inverse"
-        " here by itself: refine it, or use fisher='exact' or Hessian products."
+        f"{far}: the model does not describe the data, or its residuals vanish. Do not use an empirical-Fisher"
+        " inverse alone here: refine it, or use fisher='exact' or Hessian products."
     ]

@@ -77,4 +77,4 @@ def out_of_memory(error: BaseException) -> str | None:
     if not of_its_kind and not (isinstance(error, (RuntimeError, ValueError)) and any(text in said for text in _FULL)):
         return None
     first = said.splitlines()[0].removesuffix(".") if said else ""
-    return f"Out of memory{f': {first}' if first else ''}. Choose smaller sizes or batches, or a larger machine."
+    return f"Out of memory{f': {first}' if first else ''}. Use smaller sizes or batches, or a larger machine."

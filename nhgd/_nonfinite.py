@@ -29,7 +29,7 @@ def explained(loop: Loop, error: NonFiniteError) -> NhgdError:
         bad = first_bad(batch)
         if bad:
             found = InputError(
-                f"Outer step {step}: an {level} batch holds nan or inf: {bad}. Remove or impute it first."
+                f"Outer step {step}: an {level} batch contains nan or inf: {bad}. Remove or impute it first."
             )
             found.step = step
             return found

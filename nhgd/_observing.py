@@ -150,7 +150,7 @@ class Observer:
                 return (self.problem.losses(batch).mean() + self.problem.ridge()).detach()
         bad = first_bad(batch) if self.steps == 0 else None
         if bad:
-            raise InputError(f"The inner batch holds nan or inf: {bad}. Remove or impute such samples first.")
+            raise InputError(f"The inner batch contains nan or inf: {bad}. Remove or impute such samples first.")
         self._begin()
         self._asked = True
         with self._at_work():
@@ -213,14 +213,14 @@ class Observer:
         inner = self._last if inner_batch is None else move(one_batch(inner_batch, "inner_batch"), device)
         if inner is None:
             raise InputError(
-                "There is no inner batch to take derivatives on yet. Call inner(batch) first, or give inner_batch."
+                "There is no inner batch yet to take derivatives on. Call inner(batch) first, or give inner_batch."
             )
         outer = move(one_batch(outer_batch, "outer_batch"), device)
         if self._refusal is not None:
             raise InputError(self._refusal)
         if self._recorder is not None and self.steps == 0:
             raise InputError(
-                f"{self.inverse.name} has learnt nothing yet. Call inner(batch), and backward() on what it returns, first."
+                f"{self.inverse.name} has learnt nothing yet. First call inner(batch), and backward() on its result."
             )
         with set_aside(), self._at_work():
             at = Oracle(problem, [inner], outer, self.seed, self.calls)

@@ -95,7 +95,8 @@ def _blaming_checkpoint(progress: Progress) -> Iterator[None]:
         if progress.resumed is None or isinstance(error, (NhgdError, torch.OutOfMemoryError)):
             raise
         raise RunError(
-            f"The first outer step from {progress.resumed} failed ({type(error).__name__}: {' '.join(str(error).split())}). What"
-            " is kept there does not fit the problem, or the problem's functions are not what they were."
+            f"The first outer step from {progress.resumed} failed ({type(error).__name__}:"
+            f" {' '.join(str(error).split())}). The checkpoint does not fit the problem, or the problem's functions"
+            " have changed."
         ) from error
     progress.resumed = None

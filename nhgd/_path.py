@@ -27,9 +27,9 @@ def check_name(what: str, path: str | os.PathLike[str]) -> None:
     """
     text = os.fspath(path)
     if not text:
-        raise InputError(f"{what} is empty. Name a place.")
+        raise InputError(f"{what} is empty. Give a path.")
     if "\0" in text:
-        raise InputError(f"{what} holds a zero byte, which no name can. Name another place.")
+        raise InputError(f"{what} contains a zero byte, which no path can. Give another path.")
     place = Path(text).absolute()
     while not os.path.lexists(place):
         place = place.parent
@@ -37,13 +37,13 @@ def check_name(what: str, path: str | os.PathLike[str]) -> None:
     for part in Path(text).parts:
         if len(os.fsencode(part)) > longest:
             raise InputError(
-                f"{what} has a name of {len(os.fsencode(part))} bytes, {part[:20]}..., where the file system takes"
-                f" {longest}. Name another place."
+                f"{what} has a name of {len(os.fsencode(part))} bytes, {part[:20]}..., but the file system allows at"
+                f" most {longest}. Give another path."
             )
     if len(os.fsencode(text)) + ROOM > whole:
         raise InputError(
-            f"{what} has {len(os.fsencode(text))} bytes, where the system takes paths of {whole}, what is put there"
-            " included. Name another place."
+            f"{what} has {len(os.fsencode(text))} bytes, but the system allows paths of at most {whole}, including"
+            " the files inside. Give another path."
         )
 
 
@@ -58,15 +58,15 @@ def check_folder(what: str, path: Path) -> None:
     except (OSError, ValueError) as error:
         raise unwritable(what, path, error) from error
     if not is_folder:
-        raise InputError(f"{what} {path} cannot be a folder: {place} is a file. Name another place.")
+        raise InputError(f"{what} {path} cannot be a folder: {place} is a file. Give another path.")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise InputError(f"{what} {path} cannot be written: {place} does not allow it. Name another place.")
+        raise InputError(f"{what} {path} cannot be written: {place} does not permit it. Give another path.")
 
 
 def unwritable(what: str, path: Path, error: OSError | ValueError) -> InputError:
     """A sentence about a place that the system refuses."""
     why = (error.strerror if isinstance(error, OSError) else None) or error
-    return InputError(f"{what} {path} cannot be written: {why}. Name another place.")
+    return InputError(f"{what} {path} cannot be written: {why}. Give another path.")
 
 
 def _limit(place: Path, of: str, usual: int) -> int:
@@ -79,11 +79,11 @@ def _limit(place: Path, of: str, usual: int) -> int:
 def expanded(what: str, text: str) -> Path:
     """A path with ~ replaced by the home folder that it means."""
     if "\0" in text:
-        raise InputError(f"{what} holds a zero byte, which no name can. Name another place.")
+        raise InputError(f"{what} contains a zero byte, which no path can. Give another path.")
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise InputError(f"{what} is {text}, and nobody's home folder is called so. Write the whole path.") from error
+        raise InputError(f"{what} is {text}, but there is no such user. Write the full path.") from error
 
 
 def check_file(path: Path) -> None:
@@ -96,5 +96,5 @@ def check_file(path: Path) -> None:
         raise InputError(f"{str(path)!r} cannot be read: {error}.") from error
     if not stat.S_ISREG(mode):
         kind = next((word for is_kind, word in _KINDS if is_kind(mode)), "something else")
-        remedy = "Name a file in it." if kind == "a folder" else "Copy what it gives into a file first."
+        remedy = "Give a file in it." if kind == "a folder" else "Copy its output into a file first."
         raise InputError(f"{path} cannot be read: it is {kind}, not a file. {remedy}")

@@ -99,7 +99,7 @@ def plan(
     if batch_size is not None and (isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1):
         raise InputError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
     if inner_batch is not None and batch_size is not None:
-        raise InputError("plan takes the samples of the batch it is given, so batch_size would be ignored. Omit it.")
+        raise InputError("plan uses the samples of the given batch, so batch_size would be ignored. Omit it.")
     prices = _Prices(theta.device, theta.dtype)
     if inner_batch is None:
         samples = 1024 if batch_size is None else batch_size

@@ -51,7 +51,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
                     continue
                 if entry.name in self._own or entry.name in plugins:
                     holder = "nhgd itself" if entry.name in self._own else "another package"
-                    self._warn(entry, f"has the name of one of {holder}, which is the one that is taken")
+                    self._warn(entry, f"has the same name as one of {holder}, which is used instead")
                     continue
                 plugins[entry.name] = found
                 self._owners[entry.name] = _owner(entry)
@@ -82,7 +82,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
 
     def _warn(self, entry: EntryPoint, why: str) -> None:
         warnings.warn(
-            f"The {self.kind} {entry.name!r} {_owner(entry)} {why}. It is left out; mend the package, or uninstall it.",
+            f"The {self.kind} {entry.name!r} {_owner(entry)} {why}. It is ignored; fix or uninstall the package.",
             GuestWarning,
             stacklevel=5,
         )
@@ -96,8 +96,8 @@ class Registry(Mapping[str, type[T]], Generic[T]):
             if isinstance(error, NhgdError) or name not in self._owners:
                 raise
             raise InputError(
-                f"The {self.kind} {name!r} {self._owners[name]} cannot be made from its name alone ({described(error)}). Give an object"
-                " of it instead, or mend the package."
+                f"The {self.kind} {name!r} {self._owners[name]} cannot be made from its name alone"
+                f" ({described(error)}). Pass an object instead, or fix the package."
             ) from error
 
     def make(self, name: str, **settings: Any) -> T:
@@ -108,7 +108,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
 
     def __getitem__(self, name: str) -> type[T]:
         if not isinstance(name, str):
-            raise InputError(f"The {self.kind} is given by a name or as an object; got a {type(name).__name__}.")
+            raise InputError(f"The {self.kind} must be a name or an object, got a {type(name).__name__}.")
         if name in self._own:
             return self._own[name]
         everything = self._all()

@@ -65,7 +65,7 @@ def solved(
     batches = inner_batches(inner_batch, inner_data, problem.theta.device)
     bad = first_bad(batches[0])
     if bad:
-        raise InputError(f"The inner batch holds nan or inf: {bad}. Remove or impute such samples first.")
+        raise InputError(f"The inner batch contains nan or inf: {bad}. Remove or impute such samples first.")
     solution = _Solution(problem, batches, resolve_inverse(inverse), seed)
     tensors: Sequence[Tensor] = _Theta.apply(solution, *problem.v.attached())  # type: ignore[no-untyped-call]  # torch's own
     return problem.theta.like(tensors) if isinstance(problem.theta.given, Tensor) else _named(problem.theta, tensors)
@@ -105,8 +105,8 @@ class _Solution:
         for name, leaf, kept in zip(names, leaves, self.place, strict=True):
             if not torch.equal(leaf, kept):
                 raise InputError(
-                    f"{name} has moved since nhgd.solved was called, so the derivative of the solution there is gone. Call"
-                    " backward() before a step of either optimiser, and nhgd.solved again after it."
+                    f"{name} has moved since nhgd.solved was called, so the derivative of that solution is no longer"
+                    " available. Call backward() before a step of either optimiser, and nhgd.solved again after it."
                 )
 
 
@@ -124,8 +124,8 @@ class _Theta(torch.autograd.Function):
         """One linear solve and one cross product."""
         if torch.is_grad_enabled():
             raise InputError(
-                "The derivative of nhgd.solved cannot be differentiated again, which would take third derivatives of the inner"
-                " loss. Call backward() or autograd.grad() without create_graph=True."
+                "The derivative of nhgd.solved cannot be differentiated again: that would need third derivatives of"
+                " the inner loss. Call backward() or autograd.grad() without create_graph=True."
             )
         return (None, *ctx.solution.pull_back(in_theta))
 

@@ -168,7 +168,8 @@ class Solver:
         strange = sorted(set(chosen) - set(inspect.signature(cls.__init__).parameters))
         if strange:
             raise InputError(
-                f"{saved.path} holds settings that no Solver has ({', '.join(strange)}): it is damaged, or of another version."
+                f"{saved.path} contains settings that no Solver has ({', '.join(strange)}): it is damaged, or from"
+                " another version."
             )
         solver = cls(problem, inner_data, outer_data, **chosen)
         with solver._telling_peers():
@@ -219,8 +220,8 @@ class Solver:
         """One outer step; its row of the history."""
         if self.executor.group.serves:
             raise InputError(
-                "This process keeps curvature for others and takes no steps. Call run(), or iterate over the solver, which both"
-                " end here when they end there."
+                "This process keeps curvature for others and takes no steps. Call run() or iterate over the solver:"
+                " both end here when they end in the other processes."
             )
         with self._telling_peers(), self._checkpoints.at_work(self._progress):
             row = self._advance()[0].row
@@ -430,9 +431,9 @@ class Solver:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InputError(
-            "A Solver cannot be copied or pickled: it trains its problem in place and walks over its data. To go on twice from"
-            " one point, keep the run (checkpoint='runs/a') and resume it with a copy of the problem:"
-            " Solver.resume('runs/a', problem, inner_data, outer_data, checkpoint='runs/b')."
+            "A Solver cannot be copied or pickled: it trains its problem in place and walks over its data. To"
+            " continue twice from one point, save the run (checkpoint='runs/a') and resume it with a copy of the"
+            " problem: Solver.resume('runs/a', problem, inner_data, outer_data, checkpoint='runs/b')."
         )
 
 

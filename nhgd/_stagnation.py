@@ -72,9 +72,9 @@ class Trajectory:
         settled = fmean(self.strides[-quarter:]) < 0.5 * fmean(self.strides)
         if moved > 0.3 * (own or unit) and not settled and all(_stood(begin, tenth, level) for tenth in others):
             return (
-                f"The outer loss has not fallen: {fmean(begin):.4g} in the first of {steps} outer steps, {fmean(end):.4g} in the"
-                f" last, though v moved by {moved:.2g}. Try another method or inverse (nhgd.check tells which hypergradients"
-                " can be believed), more inner steps, or a lower outer_lr."
+                f"The outer loss has not fallen: {fmean(begin):.4g} in the first of {steps} outer steps,"
+                f" {fmean(end):.4g} in the last, though v moved by {moved:.2g}. Try another method or inverse"
+                " (nhgd.check shows which hypergradients are accurate), more inner steps, or a lower outer_lr."
             )
         return None
 

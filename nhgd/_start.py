@@ -66,6 +66,6 @@ def refuse_idle(executor: AbstractExecutor, algorithm: AbstractAlgorithm) -> Non
     if executor.background and not executor.gathers and (inverse is None or inverse.learner is None):
         by = "" if inverse is None or inverse.name in algorithm.name else f" with {inverse.name}"
         raise InputError(
-            f"The method {algorithm.name}{by} learns no curvature from the inner steps, so {executor.name} execution would have"
-            " nothing to run. Use execution inline, or a method that learns, such as nhgd."
+            f"The method {algorithm.name}{by} learns no curvature from the inner steps, so {executor.name} execution"
+            " would have nothing to do. Use inline execution, or a method that learns, such as nhgd."
         )

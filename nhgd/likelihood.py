@@ -154,8 +154,8 @@ class Gaussian(AbstractLikelihood):
                 curvature = _precise(found[0])
         if bool((curvature < 0).any()) or not bool((curvature > 0).any()):
             raise InputError(
-                "The gaussian likelihood needs losses that are a squared error of Losses.outputs, but they do not curve"
-                " upwards in them. Return the very tensor that the losses were computed from."
+                "The gaussian likelihood needs losses that are a squared error of Losses.outputs, but they do not"
+                " curve upwards in them. Return the same tensor that the losses were computed from."
             )
         return _columns(curvature.sqrt())
 
@@ -176,9 +176,9 @@ def _same_curvature(likelihood: AbstractLikelihood, outputs: Tensor, losses: Ten
     if not torch.allclose(found, expected, rtol=0.05, atol=rounding * float(expected.abs().max()) + 1e-4):
         ratio = float(found.norm() / expected.norm().clamp_min(torch.finfo(expected.dtype).tiny))
         raise InputError(
-            f"likelihood='{likelihood.name}' does not describe these losses: their curvature in Losses.outputs is about"
-            f" {ratio:.3g} times what it says. Sum over the outputs of a sample instead of averaging, put class weights and"
-            " masks into Losses.weights, and return the very outputs that the losses were computed from."
+            f"likelihood='{likelihood.name}' does not describe these losses: their curvature in Losses.outputs is"
+            f" about {ratio:.3g} times what it says. Sum over the outputs of a sample instead of averaging, put class"
+            " weights and masks into Losses.weights, and return the same outputs that the losses were computed from."
         )
 
 

@@ -72,7 +72,7 @@ class Losses:
         if found is None:
             raise InputError(
                 f"{reader} differentiates the losses in the model's outputs, but the losses were not computed from"
-                " Losses.outputs. Return that very tensor."
+                " Losses.outputs. Return the same tensor."
             )
         return found
 

@@ -193,9 +193,9 @@ class Bilevel:
             ]
         if None in found and len({tuple(lengths(batch).items()) for batch in batches}) > 1:
             raise InputError(
-                "It is unclear how many samples each of several inner batches has, so they cannot count by their sizes: inner()"
-                " returned a scalar, and the tensors of a batch do not agree on their first dimension. Return losses of shape"
-                " (B,)."
+                "The number of samples in each inner batch is unclear, so batches cannot be weighted by size:"
+                " inner() returned a scalar, and the tensors of a batch do not agree on their first dimension."
+                " Return losses of shape (B,)."
             )
         return [n or 1 for n in found]
 
@@ -245,8 +245,8 @@ class Bilevel:
         """Refuse to start in torch's inference mode."""
         if torch.is_inference_mode_enabled():
             raise InputError(
-                "torch.inference_mode is on, and inside it no derivative can be taken. Leave that block first; torch.no_grad does"
-                " no harm here."
+                "torch.inference_mode is on, and inside it no derivative can be taken. Leave that block first;"
+                " torch.no_grad is harmless here."
             )
 
     def _on(self, name: str, batch: Batch, function: Callable[[Batch], Any]) -> Any:
@@ -258,8 +258,9 @@ class Bilevel:
             if isinstance(error, InputError) or not short or not isinstance(batch, (tuple, list)):
                 raise
             raise InputError(
-                f"{name}() failed on a batch of {len(batch)} entries: {type(error).__name__}: {error}. If it expects the index of"
-                " each sample behind them, which nhgd.Data adds, give (x, y, torch.arange(len(x))) in place of (x, y)."
+                f"{name}() failed on a batch of {len(batch)} entries: {type(error).__name__}: {error}. If it also"
+                " expects the index of each sample, which nhgd.Data appends, pass (x, y, torch.arange(len(x)))"
+                " instead of (x, y)."
             ) from error
 
     def validate(self, inner_batch: Batch, outer_batch: Batch) -> None:
@@ -268,7 +269,7 @@ class Bilevel:
         for name, batch in (("inner", inner_batch), ("outer", outer_batch)):
             bad = first_bad(batch)
             if bad:
-                raise InputError(f"The {name} batch holds nan or inf: {bad}. Remove or impute such samples first.")
+                raise InputError(f"The {name} batch contains nan or inf: {bad}. Remove or impute such samples first.")
         with self.guarded(seed=0), torch.enable_grad():
             losses = self._on("inner", inner_batch, self.losses)
             losses.check_finite()
@@ -285,28 +286,29 @@ class Bilevel:
         for name, g in zip(names * 2, (*in_theta, *in_v, *outer), strict=True):
             if g is not None and g.layout != torch.strided:
                 raise InputError(
-                    f"The gradient of {name!r} is sparse, which no method here can work with. Make its nn.Embedding or"
+                    f"The gradient of {name!r} is sparse, which no method here supports. Create its nn.Embedding or"
                     " nn.EmbeddingBag with sparse=False."
                 )
         if all(g is None for g in in_theta):
             raise InputError(
-                "The inner loss does not depend on theta. Use the theta that inner() is given, without .detach() or .data."
+                "The inner loss does not depend on theta. Use the theta that inner() receives, without .detach() or"
+                " .data."
             )
         if all(g is None for g in outer):
             raise InputError(
-                "The outer loss depends on neither theta nor v: it carries no gradient. Use the theta and v that outer() is"
-                " given, without .detach() or .data."
+                "The outer loss depends on neither theta nor v: it carries no gradient. Use the theta and v that"
+                " outer() receives, without .detach() or .data."
             )
         if all(g is None for g in (*in_v, *outer[len(in_theta) :])):
             raise InputError(
-                "v enters neither the inner nor the outer problem, so there is nothing to learn. Use the v that inner(),"
-                " outer() or l2() is given, without .detach() or .data."
+                "v enters neither the inner nor the outer problem, so there is nothing to learn. Use the v that"
+                " inner(), outer() or l2() receives, without .detach() or .data."
             )
         for level, gradients in (("inner", (*in_theta, *in_v)), ("outer", outer)):
             if any(g is not None and not bool(torch.isfinite(g).all()) for g in gradients):
                 raise InputError(
-                    f"The {level} loss is finite, but its gradient holds nan or inf. Look for sqrt, log, a norm or a division"
-                    " at 0 in it."
+                    f"The {level} loss is finite, but its gradient contains nan or inf. Look for sqrt, log, a norm or"
+                    " a division at 0 in it."
                 )
         self._say_unused(in_theta, in_v, outer[: len(in_theta)], outer[len(in_theta) :])
 
@@ -323,8 +325,9 @@ class Bilevel:
         ]
         if idle:
             warnings.warn(
-                f"On the first batches v's {_listed(idle)} {'enters' if len(idle) == 1 else 'enter'} neither the inner nor the"
-                " outer problem, and will stay as given. Use what inner(), outer() or l2() is given, or leave it out of v.",
+                f"On the first batches v's {_listed(idle)} {'enters' if len(idle) == 1 else 'enter'} neither the"
+                " inner nor the outer problem, and will not change. Use what inner(), outer() or l2() receives, or"
+                " remove it from v.",
                 UnusedWarning,
                 stacklevel=4,
             )

@@ -167,8 +167,8 @@ def as_schedule(rate: Rate, name: str) -> Schedule:
         return ByStep(rate)
     if isinstance(rate, Tensor) and rate.requires_grad:
         raise InputError(
-            f"{name} is a tensor that carries a gradient, but step sizes are not learnt: they are the run's own. Pass"
-            f" float({name}), or a function of the outer step."
+            f"{name} is a tensor that carries a gradient, but step sizes are not learnt. Pass float({name}), or a"
+            " function of the outer step."
         )
     if isinstance(rate, Tensor) and rate.ndim == 0:
         rate = float(rate)

@@ -269,8 +269,8 @@ class Interrupted:
         """The resumed run: with its own rules unless others are given, and all earlier work counted."""
         if not rules and self.lost:
             raise InputError(
-                f"A checkpoint cannot keep the stop rule {' and '.join(self.lost)} of the interrupted run. Give the rules again:"
-                " run(stop=[...])."
+                f"A checkpoint cannot store the stop rule {' and '.join(self.lost)} of the interrupted run. Give the"
+                " rules again: run(stop=[...])."
             )
         run = Run(rules or self.rules, self.first, self.began)
         for row in history:

@@ -112,7 +112,7 @@ class Variable:
         if tensor.layout != torch.strided:
             raise InputError(f"{where} is a sparse tensor, which cannot be trained here. Pass {where}.to_dense().")
         if tensor.device.type == "meta":
-            raise InputError(f"{where} is on the meta device, where there are no numbers. Make it on the CPU or a GPU.")
+            raise InputError(f"{where} is on the meta device, which holds no numbers. Make it on the CPU or a GPU.")
         if not tensor.is_floating_point():
             raise InputError(f"{where} has dtype {tensor.dtype}; only floating-point tensors can be trained.")
         if not tensor.is_leaf:
@@ -121,11 +121,11 @@ class Variable:
             )
         if tensor.is_inference():
             raise InputError(
-                f"{where} was made inside torch.inference_mode, so no derivative in it can be taken. Make it, or clone() it"
+                f"{where} was created inside torch.inference_mode, so it has no derivatives. Create or clone() it"
                 " outside."
             )
         if not bool(torch.isfinite(tensor).all()):
-            raise InputError(f"{where} holds nan or inf before the first step.")
+            raise InputError(f"{where} contains nan or inf before the first step.")
 
     @contextmanager
     def view(self, tensors: Sequence[Tensor] | None = None) -> Iterator[Given]:

@@ -209,7 +209,7 @@ def test_samples_that_mix_behind_a_zero_head_are_refused() -> None:
             return self.head(z - z.mean(0))
 
     problem, batch = weighing(Mixing(), normal(5, 3))
-    with pytest.raises(nhgd.InputError, match="depends on the row of another"):
+    with pytest.raises(nhgd.InputError, match="depends on another sample"):
         Recorder(problem, "layer").step(batch)
 
 
@@ -222,7 +222,7 @@ def test_samples_that_mix_from_a_later_batch_on_are_refused() -> None:
     problem, (x, y, i) = weighing(Mixing(), normal(5, 3))
     recorder = Recorder(problem, "layer")
     recorder.step((x, y, i))
-    with pytest.raises(nhgd.InputError, match="depends on the row of another"):
+    with pytest.raises(nhgd.InputError, match="depends on another sample"):
         recorder.step((100 * x, y, i))
 
 

@@ -339,11 +339,11 @@ def test_the_command_shows_a_table():
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("--along", 0), "--along takes a whole number of points"),
+        (("--along", 0), "--along must be a whole number"),
         (("--along", 5, "--steps", 4), "--steps 4 are fewer outer steps than the 5"),
         (("--along", 500), "has no 500 points"),
-        (("--method", "soba"), "Add that, or omit them"),
-        (("--steps", 4), "Add that, or omit them"),
+        (("--method", "soba"), "Add it, or omit them"),
+        (("--steps", 4), "Add it, or omit them"),
         (("--along", 2, "--set", "cg.stepz=3"), "Did you mean 'cg.steps'?"),
         (("--along", 2, "--set", "outer_lrr=3"), "Did you mean 'outer_lr'?"),
         (("--along", 2, "--method", "nhdg"), "Did you mean 'nhgd'?"),

@@ -84,18 +84,18 @@ GOOD = text(TRUSTED)
         (b"", ["train.csv is empty", "must name the columns"]),
         (b"\n\r\n\n", ["train.csv is empty"]),
         (text([]), ["has a header but no rows"]),
-        (text([*TRAIN[:5], [*TRAIN[5], "x"]]), ["row 6: 5 cells where the header has 4", "quotation marks"]),
+        (text([*TRAIN[:5], [*TRAIN[5], "x"]]), ["row 6: 5 cells where the header has 4", "quote cells"]),
         (text([*TRAIN[:5], TRAIN[5][:3]]), ["row 6: 3 cells where the header has 4"]),
         (text(TRAIN, ["size", "size", "colour", "y"]), ["names the column 'size' twice", "Rename"]),
         (text(TRAIN, ["size", "", "colour", "y"]), ["column 2 has no name", "--ignore"]),
-        (text(changed(TRAIN, 3, "colour", "vermeil é")).encode("latin-1"), ["not text in UTF-8", "Save it"]),
-        (text(TRAIN).encode("utf-16"), ["not text in UTF-8"]),
+        (text(changed(TRAIN, 3, "colour", "vermeil é")).encode("latin-1"), ["not UTF-8 text", "Save it"]),
+        (text(TRAIN).encode("utf-16"), ["not UTF-8 text"]),
         (text(TRAIN).encode("utf-16-le"), ["line 1", "zero byte"]),
-        (gzip.compress(text(TRAIN).encode()), ["not text in UTF-8"]),
+        (gzip.compress(text(TRAIN).encode()), ["not UTF-8 text"]),
         (text(TRAIN, between=";"), ["semicolons between its columns", "Save it with commas"]),
         (text(TRAIN, between="\t"), ["tabs between its columns"]),
-        (text(TRAIN).replace("red", '"red', 1), ["is not CSV", "quotation marks"]),
-        (text(TRAIN).replace("blue", '"bl"ue', 1), ["is not CSV", "quotation marks"]),
+        (text(TRAIN).replace("red", '"red', 1), ["is not CSV", "quote cells"]),
+        (text(TRAIN).replace("blue", '"bl"ue', 1), ["is not CSV", "quote cells"]),
         (text(changed(TRAIN, 4, "size", "")), ["row 4: nothing in the column 'size'", "--impute"]),
         (text(changed(TRAIN, 4, "size", "NaN")), ["row 4: 'NaN', which reads as missing, in the column 'size'"]),
         (text(changed(TRAIN, 4, "colour", " ")), ["row 4: nothing in the column 'colour'"]),
@@ -111,7 +111,7 @@ GOOD = text(TRUSTED)
         (text(changed([[i % 11, *row[1:]] for i, row in enumerate(TRAIN)], 4, "size", "abc")), ["row 4: 'abc'"]),
         (text([[*row[:3], "yes"] for row in TRAIN]), ["every row has the label 'yes'"]),
         (text([[*row[:3], i / 7] for i, row in enumerate(TRAIN)]), ["60 different labels in 60 rows", "--label"]),
-        (text([[row[3]] for row in TRAIN], ["y"]), ["no column beside the label"]),
+        (text([[row[3]] for row in TRAIN], ["y"]), ["no columns apart from the label"]),
         (text(TRAIN, ["weight", *HEADER[1:]]), ["already has a column 'weight'", "Rename it"]),
         (text([[f"n{i}", *r[1:]] for i, r in enumerate(TRAIN)]), ["60 distinct values", "--ignore"]),
     ],
@@ -146,7 +146,7 @@ def test_options_of_clean_that_cannot_be():
     assert "Did you mean 'colour'?" in refusal(*clean(good, GOOD, "--categorical", "coluor"))
     for option in ("--ignore", "--categorical"):
         assert f"cannot also be passed to {option}" in refusal(*clean(good, GOOD, option, "y"))
-    assert "no column beside the label" in refusal(*clean(good, GOOD, "--ignore", "size,weighed,colour"))
+    assert "no columns apart from the label" in refusal(*clean(good, GOOD, "--ignore", "size,weighed,colour"))
     assert "cannot be read" in refusal("clean", "nothing.csv", "--label", "y")
     assert "cannot be read" in refusal("clean", ".", "--label", "y")
     assert "--label" in refusal("clean", "train.csv")
@@ -321,7 +321,7 @@ def test_spoilt_image_sets_are_refused_by_every_task_that_reads_them(task):
     assert "no sample of class 0" in said(image_files("one", _1=lambda y: 0 * y + 3))
     assert "labels must lie between 0 and 9" in said(image_files("labels", _3=lambda y: y + 1))
     assert "119 labels" in said(image_files("count", _1=lambda y: y[:-1]))
-    assert "of one size" in said(image_files("sizes", _2=lambda x: x[:, :, :4]))
+    assert "the same size" in said(image_files("sizes", _2=lambda x: x[:, :, :4]))
     assert "no pixels" in said(image_files("flat", _0=lambda x: x[:, :0], _2=lambda x: x[:, :0]))
     (image_files("part") / idx_files.NAMES[2]).unlink()
     assert f"no {idx_files.NAMES[2]}(.gz)" in said("part")
@@ -405,7 +405,7 @@ def test_numbers_too_large_to_compute_with():
     huge[5, 1] = 1e300
     with pytest.raises(nhgd.InputError, match="Feature 1 of X holds numbers too large"):
         nhgd.LabelCleaner(steps=1).fit(huge, y, X, y)
-    with pytest.raises(nhgd.InputError, match="Trusted sample 5 lies too far"):
+    with pytest.raises(nhgd.InputError, match="Trusted sample 5 is too far"):
         nhgd.LabelCleaner(steps=1).fit(X, y, huge, y)
     for scale in ("all", "feature"):
         with pytest.raises(nhgd.InputError, match="numbers too large"):
@@ -429,9 +429,9 @@ def test_a_name_in_capitals_is_near():
 @pytest.mark.parametrize(
     ("train", "trusted", "words"),
     [
-        ("1e99", "1", "Trusted sample 0 lies too far from all others in feature 1"),
-        ("1", "1e99", "Trusted sample 0 lies too far from all others in feature 1"),
-        ("1", "1e30", "lies too far"),
+        ("1e99", "1", "Trusted sample 0 is too far from all others in feature 1"),
+        ("1", "1e99", "Trusted sample 0 is too far from all others in feature 1"),
+        ("1", "1e30", "is too far"),
     ],
 )
 def test_a_column_whose_numbers_overflow_is_refused(train, trusted, words):
@@ -517,7 +517,7 @@ def test_a_name_that_cannot_be_is_found_out_before_the_work(option, name, monkey
     monkeypatch.setattr(nhgd.Solver, "run", None)
     sentence = refusal("run", "quadratic", "--preset", "quick", option, name)
     assert sentence.startswith(option)
-    assert sentence.endswith("Name another place.")
+    assert sentence.endswith("Give another path.")
     assert "--out" in refusal(*clean(text(TRAIN), GOOD, out=name)[:-2], "--out", name)
 
 

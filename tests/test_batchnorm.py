@@ -341,7 +341,7 @@ def test_a_module_behind_functional_call() -> None:
     assert b.batch_objective
     assert torch.equal(a.other_rows, b.other_rows)
     assert all(torch.equal(p.scores, q.scores) for p, q in zip(a.layers, b.layers, strict=True))
-    with pytest.raises(nhgd.InputError, match="depends on the row of another"):
+    with pytest.raises(nhgd.InputError, match="depends on another sample"):
         Recorder(other, "layer").step(batch)
 
 
@@ -388,7 +388,7 @@ def test_samples_that_are_coupled_otherwise_are_refused(inverse: Any, mix: Any, 
 
     torch.manual_seed(1)
     problem, batch, outer = of_classifier(Mixing())
-    with pytest.raises(nhgd.InputError, match=r"'a\.weight' the loss of one sample depends on the row of another"):
+    with pytest.raises(nhgd.InputError, match=r"'a\.weight' the loss of one sample depends on another sample"):
         nhgd.hypergradient(problem, batch, outer, inverse)
     net = problem.theta.given
     assert net.norm.training
@@ -400,7 +400,7 @@ def test_a_loss_observed_in_its_graph_alone_is_looked_at_behind_batchnorm() -> N
     net = problem.theta.given
     x, y, _ = batch
     with nhgd.observing(problem, "kfac") as curvature:
-        with pytest.raises(nhgd.InputError, match=r"'3\.weight' the loss of one sample depends on the row of another"):
+        with pytest.raises(nhgd.InputError, match=r"'3\.weight' the loss of one sample depends on another sample"):
             curvature.observe(F.cross_entropy(net(x).cumsum(0), y, reduction="none"))
         curvature.observe(F.cross_entropy(net(x), y, reduction="none")).backward()
         assert curvature.steps == 1

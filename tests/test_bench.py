@@ -96,7 +96,7 @@ def test_for_people():
     [
         (("--execution", "thread,stream"), "stream execution needs theta on a CUDA device"),
         (("--execution", "thread,thred"), "Did you mean 'thread'"),
-        (("--execution", ","), "--execution names none"),
+        (("--execution", ","), "--execution is empty"),
         (("--execution", "device:cuda:9"), "There is no device cuda:9"),
         (("--method", "aid"), "learns nothing from the inner steps"),
         (("--steps", 0), "--steps must be a whole number of at least 1"),

@@ -298,7 +298,7 @@ def test_a_recorded_read_is_an_error():
         (NHGD(FisherWindow(window=40)), {}, "depends on values it computes"),
         (NHGD(FULL, inner="natural"), {}, "natural steps"),
         ("aid-cg", {"inner_optimizer": torch.optim.Adam}, "capturable=True"),
-        ("stocbio", {}, "looks at numbers"),
+        ("stocbio", {}, "reads values"),
         ("aid-identity", {"project_v": lambda v: v.clamp_(0, 1)}, "project_v is a function"),
         (NHGD(replace(FULL, solver="cholesky")), {}, "depends on values"),
     ],

@@ -410,7 +410,7 @@ def test_the_callers_own_loop_is_kept_too(tmp_path):
     continued.step()
     continued.save()
     assert continued.checkpoint.step == 7
-    with pytest.raises(nhgd.InputError, match="no place for checkpoints"):
+    with pytest.raises(nhgd.InputError, match="no checkpoint folder"):
         kind.solver().save()
 
 
@@ -553,7 +553,7 @@ def test_damaged_files_are_refused(tmp_path):
         ("tensors.safetensors", tensors[:-1] + bytes([tensors[-1] ^ 1]), "tensors.safetensors is damaged"),
         ("run.json", rest[:-100], "run.json is damaged"),
         ("run.json", rest.replace(b'"step": 3', b'"step": 4'), "run.json is damaged"),
-        ("run.json", b"[]", "it is no checkpoint of nhgd"),
+        ("run.json", b"[]", "it is not an nhgd checkpoint"),
         ("run.json", b"\xff\xfe", "run.json is damaged"),
         ("run.json", rest.replace(b'"version": 3', b'"version": 4'), "has version 4 of the checkpoint's format"),
         ("run.json", None, "cannot be read: No such file"),
@@ -813,8 +813,8 @@ def test_run_resume_on_the_command_line(tmp_path, monkeypatch):
 def test_refusals_on_the_command_line(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert "--resume needs to know where" in refusal(*RUN, "--resume")
-    assert "--checkpoint-every needs a place" in refusal(*RUN, "--checkpoint-every", 3)
+    assert "--resume needs the folder" in refusal(*RUN, "--resume")
+    assert "--checkpoint-every needs a folder" in refusal(*RUN, "--checkpoint-every", 3)
     assert invoke(*RUN, "--steps", 2, "--checkpoint", "kept").exit_code == 0
     again = (*RUN, "--steps", 4, "--checkpoint", "kept", "--resume")
     assert "seed was 0 when kept was written" in refusal(*again, "--seed", 1)

@@ -226,7 +226,7 @@ def test_a_trusted_set_on_another_scale_is_said(units):
 def test_in_a_pipeline_the_trusted_set_that_skipped_the_scaler_is_said():
     X, y, _, X_trusted, y_trusted, *_ = noisy_digits()
     pipeline = make_pipeline(StandardScaler(), LabelCleaner(steps=1, inner_steps=1, random_state=0))
-    with pytest.warns(TrustedScaleWarning, match="steps of a Pipeline before this one transform X alone"):
+    with pytest.warns(TrustedScaleWarning, match="Earlier steps of a Pipeline transform X only"):
         pipeline.fit(X, y, labelcleaner__X_trusted=X_trusted, labelcleaner__y_trusted=y_trusted)
     scaled = pipeline[:-1].transform(X_trusted)
     pipeline.fit(X, y, labelcleaner__X_trusted=scaled, labelcleaner__y_trusted=y_trusted)
@@ -436,5 +436,5 @@ def test_a_device_and_shares_that_cannot_be_are_sentences():
         with pytest.raises(InputError, match=sentence):
             nhgd.LabelCleaner(**settings).fit(X, y)
     if not torch.cuda.is_available():
-        with pytest.raises(InputError, match="no CUDA device"):
+        with pytest.raises(InputError, match="cannot use a CUDA device"):
             nhgd.LabelCleaner(device="cuda").fit(X, y)

@@ -193,7 +193,7 @@ def test_nan_and_inf_become_null():
         (("run", "l2", "--preset", "quik"), ["preset of l2", "Did you mean 'quick'?"]),
         (("check", "l2", "--preset", "quik"), ["preset of l2", "Did you mean 'quick'?"]),
         (("check", "l2", "--inverses", "cg,kfacc"), ["inverse called 'kfacc'", "Did you mean 'kfac'?"]),
-        (("check", "l2", "--inverses", ","), ["--inverses names none"]),
+        (("check", "l2", "--inverses", ","), ["--inverses is empty"]),
         (("check", "l2", "--inverses", "cg", "--set", "cg.stepz=3"), ["Did you mean 'cg.steps'?"]),
         (("check", "l2", "--inverses", "cg", "--set", "identity.scale=3"), ["setting called 'identity.scale'"]),
         (("check", "l2", "--inverses", "cg", "--set", "cg.steps=0"), ["CG: steps must be"]),
@@ -243,7 +243,7 @@ def test_bad_input_is_refused_in_one_sentence(args, words):
 def test_no_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     sentence = refusal("run", "l2", "--device", "cuda", "--out", "results")
-    assert sentence == "There is no CUDA device that PyTorch can use here. Use --device cpu."
+    assert sentence == "PyTorch cannot use a CUDA device here. Use --device cpu."
 
 
 def test_an_output_folder_that_cannot_be_is_found_out_before_the_run(monkeypatch):
@@ -366,12 +366,12 @@ def labelled_17(labels):
         (spoilt(idx_files.NAMES[2], lambda b: b""), ["is not an IDX file", "nothing"]),
         (spoilt(idx_files.NAMES[2], lambda b: b"\x89PNG" + b), ["is not an IDX file", "89504e47"]),
         (spoilt(idx_files.NAMES[1], lambda b: b"\0\0\x0d" + b[3:]), ["IDX file of another kind", "00000d01"]),
-        (spoilt(idx_files.NAMES[0], lambda b: b[:4] + b"\xff" * 12 + b[16:]), ["no image set"]),
+        (spoilt(idx_files.NAMES[0], lambda b: b[:4] + b"\xff" * 12 + b[16:]), ["not an image set"]),
         (packed_and_cut, ["is not a whole gzip file"]),
         (with_arrays(_1=labelled_17), ["train label 3 is 17", "between 0 and 9"]),
         (with_arrays(_1=lambda labels: labels[:-1]), ["120 train images but 119 labels"]),
         (with_arrays(_0=lambda images: images[:, 0]), ["do not hold images and labels (2 and 1 axes)"]),
-        (with_arrays(_2=lambda images: images[:, :3]), ["must be of one size", "6 x 6 and 3 x 6"]),
+        (with_arrays(_2=lambda images: images[:, :3]), ["must have the same size", "6 x 6 and 3 x 6"]),
         (with_arrays(_2=lambda images: images[:0], _3=lambda labels: labels[:0]), ["test files hold no samples"]),
         (with_arrays(_0=lambda images: 0 * images), ["all pixels of the training images are equal"]),
     ],

@@ -388,7 +388,7 @@ def test_what_was_interrupted_is_looked_at_again():
 def test_an_execution_that_would_have_nothing_to_run_is_refused(method, called, execution):
     problem, inner, outer = catalogue.mlp_module()
     before = threading.active_count()
-    expected = rf"The method {called} learns no curvature .* would have nothing to run\. Use execution inline, or"
+    expected = rf"The method {called} learns no curvature .* would have nothing to do\. Use inline execution, or"
     with pytest.raises(nhgd.InputError, match=expected):
         nhgd.Solver(problem, [inner], [outer], method=method, execution=execution)
     assert threading.active_count() == before
@@ -543,7 +543,7 @@ def test_what_the_outer_function_stumbles_over_is_not_told_before_its_cause(exec
     )
     monkeypatch.setattr(FisherDense, "observe", slow)
     problem.outer_value = checked
-    with pytest.raises(nhgd.errors.NonFiniteError, match="holds nan or inf"):
+    with pytest.raises(nhgd.errors.NonFiniteError, match="contains nan or inf"):
         solver.step()
     solver.close()
     assert torch.equal(problem.theta.flat(), before)

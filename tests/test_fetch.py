@@ -126,7 +126,7 @@ def test_four_files_arrive_and_are_not_fetched_again(server):
 
 def test_a_broken_line_goes_on_where_it_stopped(server):
     server("broken")
-    with pytest.raises(nhgd.RunError, match="the line broke after"):
+    with pytest.raises(nhgd.RunError, match="the connection broke after"):
         fetch("mnist")
     part = cache() / "mnist" / "train-images-idx3-ubyte.gz.part"
     have = part.stat().st_size

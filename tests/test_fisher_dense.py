@@ -184,7 +184,7 @@ def test_weights_enter_once_not_squared() -> None:
     once = torch.einsum("b,bd,be->de", weights, s, s) / len(values)
     found = learn(FisherDense(), problem, [inner_batch]).matrix
     torch.testing.assert_close(found, once.detach(), rtol=1e-12, atol=1e-14)
-    with pytest.raises(InputError, match="give their squares"):
+    with pytest.raises(InputError, match="square them"):
         learn(FisherDense(records="batch"), problem, [inner_batch])
     state = learn(FisherDense(records="raw"), problem, [inner_batch])  # literal by definition
     g = oracles.gradient(problem, inner_batch)

@@ -349,7 +349,7 @@ def test_weights_enter_once_not_squared_and_batch_gradients_refuse_them() -> Non
     state = learn(FisherWindow(), problem, batches[2:])
     rows = weights.sqrt()[:, None] * s
     torch.testing.assert_close(state.gram[:7, :7], (rows @ rows.T).detach(), rtol=1e-10, atol=1e-12)
-    with pytest.raises(InputError, match="give their squares"):
+    with pytest.raises(InputError, match="square them"):
         learn(FisherWindow(records="batch"), problem, batches)
 
 

@@ -237,7 +237,7 @@ def test_names(name):
             ),
             "Omit inner_optimizer",
         ),
-        (lambda: stepped(catalogue.mlp_module, ITD(), project=lambda theta: None), "Give project a radius"),
+        (lambda: stepped(catalogue.mlp_module, ITD(), project=lambda theta: None), "Pass a radius as project"),
     ],
 )
 def test_refusals(bad, message):

@@ -163,18 +163,18 @@ def test_a_folder_that_holds_a_run_is_refused_before_any_work(tmp_path):
     problem, inner, outer = kind.make()
     problem.inner = problem.outer = None  # nobody asks for a loss
     with pytest.raises(
-        nhgd.InputError, match=r"holds the checkpoints of an earlier run.*Solver\.resume.*overwrite=True"
+        nhgd.InputError, match=r"contains the checkpoints of an earlier run.*Solver\.resume.*overwrite=True"
     ):
         nhgd.Solver(problem, inner, outer, checkpoint=tmp_path / "a")
     assert {file: file.read_bytes() for file in (tmp_path / "a").rglob("*.*")} == before
     # Not even one that is damaged is walked over.
     (tmp_path / "b" / "checkpoint-000001").mkdir(parents=True)
-    with pytest.raises(nhgd.InputError, match="holds the checkpoints of an earlier run"):
+    with pytest.raises(nhgd.InputError, match="contains the checkpoints of an earlier run"):
         kind.solver(checkpoint=tmp_path / "b")
     # Nor one that a resumed run is to be kept in from now on.
-    with pytest.raises(nhgd.InputError, match="holds the checkpoints of an earlier run"):
+    with pytest.raises(nhgd.InputError, match="contains the checkpoints of an earlier run"):
         kind.resumed(tmp_path / "a", checkpoint=tmp_path / "b")
-    with pytest.raises(nhgd.InputError, match="overwrite=True is about a folder"):
+    with pytest.raises(nhgd.InputError, match="overwrite=True applies to a checkpoint folder"):
         kind.solver(overwrite=True)
 
 
@@ -243,7 +243,7 @@ def test_within_a_process_a_run_at_work_is_left_alone_and_an_idle_one_gives_way(
     assert "is in use by another run of this process" in refused[1]
     second = kind.resumed(tmp_path / "a")  # the first is alive and idle
     second.run(steps=3)
-    with pytest.raises(nhgd.RunError, match="holds checkpoints that this run has not written: another run has used"):
+    with pytest.raises(nhgd.RunError, match="contains checkpoints that this run did not write: another run has used"):
         first.step()
     assert SavedCheckpoint(tmp_path / "a").step == 5
 
@@ -293,9 +293,9 @@ def test_refusals_and_overwrite_on_the_command_line(tmp_path, monkeypatch):
     again = (*RUN, "--steps", 2, "--checkpoint", "kept")
     assert "partial" in answer(*again)
     monkeypatch.setattr(nhgd.task.Quadratic, "build", None)  # nothing is prepared for a run that is refused
-    assert "kept holds the checkpoints of an earlier run" in refusal(*again)
+    assert "kept contains the checkpoints of an earlier run" in refusal(*again)
     assert "Omit one of them" in refusal(*again, "--resume", "--overwrite")
-    assert "--overwrite is about an earlier run" in refusal(*RUN, "--overwrite")
+    assert "--overwrite needs --checkpoint" in refusal(*RUN, "--overwrite")
     assert "/proc" in refusal(*RUN, "--checkpoint", "/proc")
     assert "/proc/a/b cannot be written" in refusal(*RUN, "--checkpoint", "/proc/a/b")
     Path("out").mkdir()
@@ -423,7 +423,7 @@ def test_a_folder_that_is_deleted_under_a_run_is_made_again(what, tmp_path):
         solver.step()
     shutil.rmtree(tmp_path / "a" if what == "the folder" else newest(tmp_path / "a")[1])
     assert solver.checkpoint.last() == ""
-    with pytest.warns(UserWarning, match=r"were taken away during the run\. It goes on"):
+    with pytest.warns(UserWarning, match=r"were deleted during the run\. It continues"):
         solver.step()
     solver.step()
     solver.close()
@@ -476,7 +476,7 @@ def test_a_folder_without_locks_is_spoken_of_once(tmp_path, monkeypatch):
         solver.run(steps=2)
         solver.run(steps=2)
         kept(tmp_path / "b")
-    found = [str(one.message) for one in said if "cannot be locked" in str(one.message)]
+    found = [str(one.message) for one in said if "without locks" in str(one.message)]
     assert [sentence.split()[0] for sentence in found] == [str(tmp_path / "a"), str(tmp_path / "b")]
 
 
@@ -514,7 +514,7 @@ def test_a_folder_that_is_deleted_while_a_checkpoint_is_written_is_made_again(op
         return real(*given, **more)
 
     monkeypatch.setattr(owner, operation, after_the_folder_is_gone)
-    with pytest.warns(UserWarning, match=r"were taken away during the run\. It goes on"):
+    with pytest.warns(UserWarning, match=r"were deleted during the run\. It continues"):
         solver.step()
     assert solver.checkpoint.last() == f" The last good checkpoint is {tmp_path / 'a'}, outer step 4."
     solver.step()
@@ -535,7 +535,7 @@ def test_a_folder_that_cannot_be_made_again_ends_the_run_with_a_sentence(tmp_pat
         real(*given)
 
     monkeypatch.setattr(files, "write_file", replaced)
-    with pytest.raises(nhgd.RunError, match=r"cannot be written: .*Name another place for the checkpoints\.$"):
+    with pytest.raises(nhgd.RunError, match=r"cannot be written: .*Choose another checkpoint folder\.$"):
         solver.step()
     assert (tmp_path / "a").is_file()
 
@@ -782,7 +782,7 @@ def test_a_signal_ends_a_command_with_what_was_reached(name, tmp_path):
     assert SavedCheckpoint(place).step == told["steps"]
     called = {"SIGINT": "Ctrl-C"}.get(name, name)
     assert f"Error: Stopped by {called} after outer step {told['steps']}. The last good checkpoint is" in found.stderr
-    assert f"outer step {told['steps']}. What was reached is in {out}." in found.stderr
+    assert f"outer step {told['steps']}. The results so far are in {out}." in found.stderr
     assert "Traceback" not in found.stderr
     assert names(out) == ["curve.png", "history.jsonl", "result.json"]
     if name == "SIGTERM":  # and it goes on as if nothing had been
@@ -872,7 +872,7 @@ def test_a_signal_after_the_numbers_were_written_says_where_they_are(moment, tmp
     )
     assert found.returncode == 143, found.stderr
     assert strict_json((out / "result.json").read_text())["partial"] is (moment == "summary")
-    known = f"The last good checkpoint is {place}, outer step 3. What was reached is in {out}."
+    known = f"The last good checkpoint is {place}, outer step 3. The results so far are in {out}."
     assert strict_json(found.stdout) == {"error": f"Stopped by SIGTERM. {known}"}
 
 

@@ -72,7 +72,7 @@ def test_an_error_of_a_process_is_the_error_of_the_run(launched):
 def test_wrong_input_is_wrong_input_and_is_not_tried_again(launched, capfd):
     with pytest.raises(InputError, match=r"^No such task\.$"):
         launched("fail('No such task.', 2)", restarts=3)
-    assert "Starting again" not in capfd.readouterr().err
+    assert "Restarting" not in capfd.readouterr().err
 
 
 def test_the_cause_is_preferred_to_what_the_others_saw_of_it(launched):
@@ -104,7 +104,7 @@ def test_a_failed_run_is_started_again_and_says_why(launched, capfd):
     )
     said = capfd.readouterr()
     assert said.out == "attempt 1\n"
-    assert said.err == "Rank 1 (curvature) ended with signal SIGKILL. Starting again, 1 of 2.\n"
+    assert said.err == "Rank 1 (curvature) ended with signal SIGKILL. Restarting, 1 of 2.\n"
 
 
 @pytest.mark.parametrize(

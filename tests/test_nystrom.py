@@ -157,5 +157,5 @@ def test_the_number_behind_the_name_counts_columns():
 
 
 def test_what_is_not_finite_is_named():
-    with pytest.raises(nhgd.NonFiniteError, match="Nystrom: the columns of the Hessian hold nan or inf"):
+    with pytest.raises(nhgd.NonFiniteError, match="Nystrom: the columns of the Hessian contain nan or inf"):
         Nystrom(rank=2).solve(normal(3), quadratic(torch.full((3, 3), float("nan")).double()))

@@ -238,7 +238,7 @@ def test_what_it_refuses() -> None:
     x, y, _ = batches[0]
     module: Any = problem.theta.given
     with nhgd.observing(problem) as curvature:
-        with pytest.raises(nhgd.InputError, match=r"no inner batch to take derivatives on yet"):
+        with pytest.raises(nhgd.InputError, match=r"no inner batch yet to take derivatives on"):
             curvature.hypergradient(outer_batch)
         with pytest.raises(nhgd.InputError, match=r"kfac has learnt nothing yet"):
             curvature.hypergradient(outer_batch, batches[0])

@@ -102,7 +102,7 @@ def test_the_ggn_says_what_it_lacks() -> None:
     with pytest.raises(nhgd.InputError, match=r"The GGN differentiates.*detached from theta"):
         Oracle(problem, [batch]).ggn(probe(problem))
     problem.inner = lambda *args: nhgd.Losses(inner(*args).values, outputs=inner(*args).outputs)
-    with pytest.raises(nhgd.InputError, match=r"not computed from Losses.outputs. Return that very tensor"):
+    with pytest.raises(nhgd.InputError, match=r"not computed from Losses.outputs. Return the same tensor"):
         Oracle(problem, [batch]).ggn(probe(problem))
     problem.inner = lambda *args: inner(*args).values.mean()
     with pytest.raises(nhgd.InputError, match=r"needs per-sample losses, but inner.* returned a scalar"):

@@ -79,7 +79,7 @@ class TestJet:
     def test_refuses_sizes(self, sizes):
         with pytest.raises(nhgd.InputError, match="one output"):
             JetNet(sizes, 0, seed=0)
-        with pytest.raises(nhgd.InputError, match="in space"):
+        with pytest.raises(nhgd.InputError, match="spatial"):
             JetNet((2, 3, 1), 3, seed=0)
 
 

@@ -162,7 +162,7 @@ def test_a_ridge_of_the_wrong_shape(l2: Any, sentence: str) -> None:
         (lambda t, v, b: (b[0] @ t.detach()) * v, "inner loss does not depend on theta.*without .detach"),
         (lambda t, v, b: b[1] + v.detach(), "inner loss does not depend on theta"),
         (lambda t, v, b: (b[0] @ t).square(), "v enters neither the inner nor the outer problem"),
-        (lambda t, v, b: (b[0] @ t - b[0] @ t).abs().sqrt() + v, "finite, but its gradient holds nan or inf"),
+        (lambda t, v, b: (b[0] @ t - b[0] @ t).abs().sqrt() + v, "finite, but its gradient contains nan or inf"),
     ],
 )
 @pytest.mark.parametrize("l2", [0.0, 0.1])
@@ -194,9 +194,9 @@ def test_v_may_enter_anywhere() -> None:
 def test_a_bad_batch_is_named_with_its_row() -> None:
     bad = X.clone()
     bad[2, 1] = float("nan")
-    with pytest.raises(nhgd.InputError, match=r"The inner batch holds nan or inf: tensor \[0\], row 2"):
+    with pytest.raises(nhgd.InputError, match=r"The inner batch contains nan or inf: tensor \[0\], row 2"):
         problem().validate((bad, Y), (X, Y))
-    with pytest.raises(nhgd.InputError, match=r"The outer batch holds nan or inf: tensor \['x'\], row 2"):
+    with pytest.raises(nhgd.InputError, match=r"The outer batch contains nan or inf: tensor \['x'\], row 2"):
         problem().validate((X, Y), {"x": bad, "y": Y})
 
 

@@ -668,7 +668,7 @@ def test_samples_that_influence_each_other_are_refused(mix: Callable[[Tensor], T
             return mix(self.a(x))
 
     problem, batch = weighing(Mixing(), normal(5, 3))
-    with pytest.raises(nhgd.InputError, match="depends on the row of another"):
+    with pytest.raises(nhgd.InputError, match="depends on another sample"):
         Recorder(problem, "layer").step(batch)
     plain = nhgd.Bilevel(lambda theta, v, x: (mix(x @ theta) - v).square(), lambda theta, v, x: v, normal(3), normal())
     with pytest.raises(nhgd.InputError, match="samples influence each other"):

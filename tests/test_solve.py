@@ -142,7 +142,7 @@ def test_nan_in_a_later_batch_is_named():
         ({"project_v": (1, 0)}, "low < high"),
         ({"metrics_every": 0}, "metrics_every"),
         ({"inner_optimizer": torch.optim.Adam([torch.zeros(1, requires_grad=True)])}, "does not hold exactly"),
-        ({"method": 3}, "A method is a name or an object"),
+        ({"method": 3}, "A method must be a name or an object"),
     ],
 )
 def test_refusals(settings, message):
@@ -435,7 +435,7 @@ def test_buffers_are_put_back_too():
         ({"seed": "a"}, "seed must be"),
         ({"inner_optimizer": "adam"}, "must be a torch optimiser"),
         ({"project_v": ("a", "b")}, "project_v must be a box"),
-        ({"project_v": lambda v: 3}, "must change what it is given in place"),
+        ({"project_v": lambda v: 3}, "must change its argument in place"),
     ],
 )
 def test_more_refusals(settings, message):

@@ -312,9 +312,9 @@ class TestCleaning:
     @pytest.mark.parametrize(
         ("settings", "words"),
         [
-            ({"noise": 1.0}, "from 0 to below 1; got 1.0"),
-            ({"noise": -0.1}, "from 0 to below 1"),
-            ({"noise": float("nan")}, "from 0 to below 1"),
+            ({"noise": 1.0}, "at least 0 and below 1; got 1.0"),
+            ({"noise": -0.1}, "at least 0 and below 1"),
+            ({"noise": float("nan")}, "at least 0 and below 1"),
             ({"trusted_inside": 1.0}, "trusted_inside must be 0 or more and below 1"),
             ({"momentum": 1.0}, "momentum must be"),
             ({"warm_up": "solvd"}, "'solved' or a number of inner steps"),

@@ -179,7 +179,7 @@ def check_independent(values: Tensor, calls: Sequence[Call], scores: Scores) -> 
             touched[row] = False
             if bool(touched.any()):
                 raise InputError(
-                    f"At the layer of {call.weight!r} the loss of one sample depends on the row of another. Per-sample"
+                    f"In the layer of {call.weight!r} the loss of one sample depends on another sample. Per-sample"
                     " curvature needs independent samples in the first dimension (no batch statistics, batch-first"
                     " sequences)."
                 )

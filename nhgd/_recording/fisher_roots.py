@@ -41,8 +41,8 @@ class FisherRoots:
             raise InputError(f"The {fisher} Fisher matrix needs per-sample records, not the gradient of a batch.")
         if likelihood is None:
             raise InputError(
-                f"fisher='{fisher}' needs to know what the outputs mean: pass likelihood='categorical', 'bernoulli' or"
-                " 'gaussian' to Bilevel, and return nhgd.Losses(values, outputs=...) from inner()."
+                f"fisher='{fisher}' needs a likelihood: pass likelihood='categorical', 'bernoulli' or 'gaussian' to"
+                " Bilevel, and return nhgd.Losses(values, outputs=...) from inner()."
             )
 
     def fall_back(self) -> bool:

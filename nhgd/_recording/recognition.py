@@ -75,14 +75,14 @@ def _compared(weighing: Weighing, objective: Objective, in_step: bool) -> Recogn
     else:
         found, source = weighing.cross(objective)(x)
     if objective.anywhere(source == "graph"):
-        note = "the losses can be differentiated neither by way of layers nor in forward mode"
+        note = "the losses can be differentiated neither through layers nor in forward mode"
         return Recognition("other", source, note=note)
     true = objective.cross(x)
     size = _norm(true)
     difference = _norm([a - b for a, b in zip(found, true, strict=True)])
     difference = difference / size if size else difference
     if not difference <= _tolerance(weighing.problem, objective.batch):
-        note = f"taken without it, the cross derivative differs by {difference:.2g} of its length"
+        note = f"without it, the cross derivative differs by {difference:.2g} of its length"
         return Recognition("other", source, difference, note)
     return Recognition(role, source, difference)
 

@@ -245,8 +245,8 @@ class Recorder(Tap):
         self.roots.fall_back()
         if self.roots.likelihood is not None:
             raise InputError(
-                f"fisher='{self.roots.fisher}' needs the model's outputs, which a bare backward pass does not tell. Take the loss from"
-                " inner(batch), or give observe() the losses of the samples with their outputs."
+                f"fisher='{self.roots.fisher}' needs the model's outputs, which backward() alone does not provide."
+                " Take the loss from inner(batch), or pass observe() the losses of the samples with their outputs."
             )
         self.verification.begin()
         pairs = [(call, score) for call, score in seen if isinstance(call, LayerCall)]
@@ -261,8 +261,8 @@ class Recorder(Tap):
         untold = [name for name in others if name not in known]
         if untold:
             raise InputError(
-                f"{untold[0]!r} belongs to no Linear or Conv2d layer that was called, so a bare backward pass does not tell its"
-                " curvature. Take the loss from inner(batch), or give observe() the losses of the samples."
+                f"{untold[0]!r} belongs to no Linear or Conv2d layer that was called, so backward() alone does not"
+                " show its curvature. Take the loss from inner(batch), or pass observe() the losses of the samples."
             )
         if self.kind == "layer":
             rows = torch.cat([known[name] for name in others], dim=1) if others else None
@@ -361,8 +361,8 @@ def _common_weight(losses: Losses, reduction: Reduction | None) -> float:
         raise InputError(f"A weight is {low:.3g}. Weights must be at least 0.")
     if high - low > 1e-6 * max(abs(high), 1e-12):
         raise InputError(
-            f"The weights of a batch differ (from {low:.3g} to {high:.3g}), and the gradient of the batch alone would"
-            " give their squares. Use per-sample records (records='sample'), or an inverse such as kfac."
+            f"The weights of a batch differ (from {low:.3g} to {high:.3g}), and the batch gradient alone would square"
+            " them. Use per-sample records (records='sample'), or an inverse such as kfac."
         )
     return high
 

@@ -162,9 +162,9 @@ class Verification:
         for weight, bias in self.recorded.items():
             if weight in self.unaccounted or bias in self.unaccounted:
                 raise InputError(
-                    f"{weight!r} is used outside its layer in this batch, and it was not in those before, whose curvature was"
-                    " kept layer by layer. Use FisherWindow(records='sample') or fisher_dense, which take any model, or an"
-                    " inverse of Hessian products, such as cg."
+                    f"{weight!r} is used outside its layer in this batch, but not in earlier ones, whose curvature"
+                    " was recorded by layer. Use FisherWindow(records='sample') or fisher_dense, which support any"
+                    " model, or an inverse that uses Hessian products, such as cg."
                 )
         self.recorded |= {layer.weight: layer.bias for layer in layers}
 

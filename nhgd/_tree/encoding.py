@@ -268,7 +268,7 @@ class Decoder:
     def _class(self, name: str) -> type[Any]:
         if name not in self._classes:
             raise InputError(
-                f"The checkpoint holds a {name}, which this run has no use for. Give the method it was written with."
+                f"The checkpoint contains a {name}, which this run cannot use. Use the method it was written with."
             )
         return self._classes[name]
 
@@ -277,7 +277,7 @@ class Decoder:
         held, names = node["fields"], {field.name for field in fields(cls)}
         if set(held) != names:
             raise InputError(
-                f"The checkpoint holds a {cls.__name__} with other fields than this version of it has:"
+                f"The checkpoint holds a {cls.__name__} with other fields than in this version:"
                 f" {', '.join(sorted(names ^ set(held)))}. Continue with the version that wrote it."
             )
         made = object.__new__(cls)

@@ -74,7 +74,7 @@ def resolve(method: str | AbstractAlgorithm) -> AbstractAlgorithm:
         return method
     if not isinstance(method, str):
         raise InputError(
-            f"A method is a name or an object such as nhgd.algorithm.AID(); got a {type(method).__name__}."
+            f"A method must be a name or an object such as nhgd.algorithm.AID(), got a {type(method).__name__}."
         )
     if method in ALGORITHMS:
         return ALGORITHMS.make(method)

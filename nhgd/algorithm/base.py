@@ -23,7 +23,7 @@ class AbstractAlgorithm(Validated, ABC):
     @property
     def not_repeatable(self) -> str | None:
         """Why its outer steps cannot be captured, as a clause; None if they can."""
-        return f"{self.name} looks at numbers in the middle of its steps"
+        return f"{self.name} reads values during its steps"
 
     def prepared(self, problem: Bilevel) -> AbstractAlgorithm:
         """The same algorithm with every choice made that depends on the problem."""

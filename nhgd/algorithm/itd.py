@@ -79,8 +79,8 @@ class ITD(AbstractAlgorithm):
             )
         if callable(loop.settings.project):
             raise InputError(
-                "ITD differentiates through its steps, which it cannot through a function that changes theta in place. Give"
-                " project a radius, or omit it."
+                "ITD differentiates through its steps, but a projection function changes theta in place. Pass a"
+                " radius as project, or omit it."
             )
         return ITDState(loop.problem.theta.flat())
 

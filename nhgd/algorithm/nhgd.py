@@ -163,7 +163,7 @@ class NHGD(AbstractAlgorithm):
     @override
     def not_repeatable(self) -> str | None:
         if self.inner == "natural":
-            return "natural steps look at the loss after each of them"
+            return "natural steps read the loss after each step"
         if self.cross == "trajectory" or self.curvature == "fresh" or self.observe == "end":
             return "only cross='lagged' and 'final', carried curvature and observe='all' are captured"
         return None
@@ -250,8 +250,8 @@ class NHGD(AbstractAlgorithm):
         found = loop.recognise(in_step=self._may_lag(loop))
         if self.cross == "lagged" and found.note is not None:
             raise InputError(
-                f"cross='lagged' needs a v that weighs samples, or moves the ridge, and enters nowhere else; here {found.note}."
-                " Use cross='final' or cross='trajectory'."
+                f"cross='lagged' needs a v that only weighs samples or moves the ridge; here {found.note}. Use"
+                " cross='final' or cross='trajectory'."
             )
         return found
 

@@ -77,8 +77,8 @@ class NHGDSingle(AbstractAlgorithm):
         learner = None if self.inverse is None else self.inverse.learner
         if isinstance(learner, FisherDense) and learner.warm == "reset":
             raise InputError(
-                "NHGDSingle makes one observation for each outer step, so an inverse that forgets at each, such as"
-                " FisherDense(warm='reset'), never knows more than one. Use warm='accumulate' or warm='prior'."
+                "NHGDSingle makes one observation for each outer step, so an inverse that is reset at each, such as"
+                " FisherDense(warm='reset'), never uses more than one. Use warm='accumulate' or warm='prior'."
             )
 
     @override

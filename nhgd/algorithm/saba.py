@@ -106,8 +106,9 @@ class SABA(AbstractAlgorithm):
         for stream in (loop.inner, loop.outer):
             if not isinstance(stream.source, (Data, list, tuple)):
                 raise InputError(
-                    f"SABA remembers every batch, so it must be able to ask for the same one again, but {stream.name} is a"
-                    f" {type(stream.source).__name__}. Pass {stream.name}=nhgd.Data(x, y, batch=1024) or a list of batches."
+                    "SABA stores a gradient for every batch, so it must be able to request each batch again, but"
+                    f" {stream.name} is a {type(stream.source).__name__}. Pass {stream.name}=nhgd.Data(x, y,"
+                    " batch=1024) or a list of batches."
                 )
         return SABAState(torch.zeros_like(loop.problem.theta.flat()))
 

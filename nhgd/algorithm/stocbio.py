@@ -74,8 +74,8 @@ class StocBiO(AbstractAlgorithm):
         positive("stocBiO", mu=self.mu)
         if self.phi is not None and self.phi * self.mu >= 1:
             raise InputError(
-                f"stocBiO: phi mu must be below 1, got {self.phi} * {self.mu}. mu is the smallest eigenvalue of the inner"
-                " Hessian and phi at most 1 over the largest, so lower one of them."
+                f"stocBiO: phi mu must be below 1, got {self.phi} * {self.mu}. mu is the smallest eigenvalue of the"
+                " inner Hessian and phi at most 1 over the largest, so lower one of the two."
             )
 
     def sizes(self, phi: float, samples: int) -> list[int]:

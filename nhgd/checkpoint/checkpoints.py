@@ -35,7 +35,7 @@ class Checkpoints:
         interval = checkpoint_interval(every)
         if overwrite and path is None:
             raise InputError(
-                "overwrite=True is about a folder of checkpoints. Name it: Solver(..., checkpoint='runs/a')."
+                "overwrite=True applies to a checkpoint folder. Give one: Solver(..., checkpoint='runs/a')."
             )
         self.writer = None if path is None else CheckpointWriter(path, *interval, overwrite)
         self._executor = executor
@@ -67,7 +67,7 @@ class Checkpoints:
     def save(self, progress: Progress) -> None:
         """Write one now, between two outer steps."""
         if self.writer is None:
-            raise InputError("This solver has no place for checkpoints. Give it one: Solver(..., checkpoint='runs/a').")
+            raise InputError("This solver has no checkpoint folder. Give it one: Solver(..., checkpoint='runs/a').")
         if self._executor.group.leads:
             with self.named_in_errors():
                 self.writer.write(progress)

@@ -31,8 +31,8 @@ def check_signature(path: Path, was: dict[str, Any], problem: Bilevel) -> None:
     now = signature(problem)
     if was["device"] != now["device"]:
         raise InputError(
-            f"{path} was written on {was['device']}, and theta is on {now['device']} now. A run goes on where it began, because"
-            " other devices round otherwise."
+            f"{path} was written on {was['device']}, but theta is now on {now['device']}. A run must continue on the"
+            " same device, because devices round differently."
         )
     for role in ("theta", "v"):
         for kind, word in (("leaves", ""), ("buffers", "the buffer "), ("frozen", "the frozen ")):
@@ -40,11 +40,11 @@ def check_signature(path: Path, was: dict[str, Any], problem: Bilevel) -> None:
             for name in {**then, **here}:
                 where = f"{word}{role}" if name == role else f"{word}{role}[{name!r}]"
                 if name not in here:
-                    raise InputError(f"{path} holds {where}, which is missing now. Give the model it was written with.")
+                    raise InputError(f"{path} holds {where}, which is now missing. Use the model it was written with.")
                 if name not in then:
-                    raise InputError(f"{path} holds no {where}. Give the model it was written with.")
+                    raise InputError(f"{path} has no {where}. Use the model it was written with.")
                 if then[name] != here[name] and kind == "frozen":
-                    raise InputError(f"{where} has other values than when {path} was written. Give the same model.")
+                    raise InputError(f"{where} has different values than when {path} was written. Use the same model.")
                 if then[name] != here[name]:
                     raise InputError(
                         f"{where} is {here[name]}, but it was {then[name]} when {path} was written. Give the same model."

@@ -19,7 +19,7 @@ LARGEST = 2**26  # bytes of a file that is read at once
 class Damaged(InputError):
     """A file of a checkpoint does not hold what was written."""
 
-    def __init__(self, file: Path, why: str = "it is not what was written") -> None:
+    def __init__(self, file: Path, why: str = "it does not match its hash") -> None:
         super().__init__(f"{file} is damaged: {why}.")
 
 
@@ -31,7 +31,7 @@ def regular(path: Path) -> Iterator[int]:
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise Damaged(path, "it is no ordinary file")
+            raise Damaged(path, "it is not a regular file")
         yield handle
     finally:
         os.close(handle)
@@ -42,7 +42,7 @@ def read_all(path: Path) -> bytes:
     with regular(path) as handle:
         size = os.fstat(handle).st_size
         if size > LARGEST:
-            raise Damaged(path, f"it has {size:,} bytes, and none that was written has more than {LARGEST:,}")
+            raise Damaged(path, f"it has {size:,} bytes, more than the largest possible, {LARGEST:,}")
         parts = []
         while part := os.read(handle, 2**20):
             parts.append(part)

@@ -201,8 +201,8 @@ def read(path: Path, trees: Sequence[str]) -> tuple[Found, list[Exception]]:
     for found in _readable(path, trees, library, wrong):
         return found, wrong
     if not wrong:
-        raise InputError(f"There is no checkpoint in {path}. Name the folder that was given as checkpoint=.")
-    raise InputError(f"{wrong[0]} Restore the folder from a copy, or begin the run anew.") from wrong[0]
+        raise InputError(f"There is no checkpoint in {path}. Give the folder that was passed as checkpoint=.")
+    raise InputError(f"{wrong[0]} Restore the folder from a copy, or start the run again.") from wrong[0]
 
 
 def _readable(path: Path, trees: Sequence[str], library: ModuleType, wrong: list[Exception]) -> Iterator[Found]:
@@ -220,11 +220,11 @@ def _read(place: Path, number: int, trees: Sequence[str], library: ModuleType) -
     try:
         document = json.loads(read_all(file).decode())
         if not isinstance(document, dict) or document.get("format") != FORMAT:
-            raise Damaged(file, "it is no checkpoint of nhgd")
+            raise Damaged(file, "it is not an nhgd checkpoint")
         if document["version"] != VERSION:
             raise InputError(
-                f"{place} has version {document['version']} of the checkpoint's format, and this nhgd reads version {VERSION}."
-                " Continue with the nhgd that wrote it."
+                f"{place} has checkpoint format {document['version']}, but this nhgd reads format {VERSION}. Continue"
+                " with the nhgd that wrote it."
             )
         contents = document["contents"]
         text = json.dumps(contents, allow_nan=False)
@@ -237,7 +237,7 @@ def _read(place: Path, number: int, trees: Sequence[str], library: ModuleType) -
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
-        raise Damaged(file, str(error) if isinstance(error, schema.Misfit) else "it is not what was written") from error
+        raise Damaged(file, str(error) if isinstance(error, schema.Misfit) else "it does not match its hash") from error
     found, written = rows.read(place, contents["history"])
     return Found(contents, tensors, found, Kept(number, written))
 

@@ -67,7 +67,7 @@ class Lock:
             except OSError as failed:
                 self._unmake_folder()
                 raise error(
-                    f"{self.folder} cannot be written: {failed.strerror or failed}. Name another place for the checkpoints."
+                    f"{self.folder} cannot be written: {failed.strerror or failed}. Choose another checkpoint folder."
                 ) from failed
             except BaseException:
                 self._unmake_folder()
@@ -135,7 +135,8 @@ class Lock:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise error(
-                f"{self.folder} is in use by another run{_who(handle)}. Wait until that has ended, or name another folder."
+                f"{self.folder} is in use by another run{_who(handle)}. Wait until it has ended, or choose another"
+                " folder."
             ) from None
         except OSError as failed:
             if failed.errno not in _UNKNOWN_HERE:
@@ -149,8 +150,8 @@ class Lock:
         if place not in _spoken_of:
             _spoken_of.add(place)
             warnings.warn(
-                f"{self.folder} lies where files cannot be locked ({failed.strerror}), so a second run there would not be"
-                " noticed. See to it that there is none.",
+                f"{self.folder} is on a file system without locks ({failed.strerror}), so a second run there would"
+                " not be detected. Make sure that there is none.",
                 stacklevel=3,
             )
 

@@ -36,8 +36,8 @@ class SavedCheckpoint:
         if wrong:
             reasons = " ".join(map(str, wrong))
             warnings.warn(
-                f"{reasons} The run goes on from the checkpoint before, {files.called(self.path, self.kept.number)}, outer step"
-                f" {self.step}.",
+                f"{reasons} The run continues from the previous checkpoint,"
+                f" {files.called(self.path, self.kept.number)}, outer step {self.step}.",
                 stacklevel=3,
             )
 
@@ -54,7 +54,7 @@ class SavedCheckpoint:
         chosen = {"checkpoint": self.path} | found
         if chosen["checkpoint"] is None:
             raise InputError(
-                f"A run that goes on is kept. Omit checkpoint, and it is written to {self.path} again, or name another"
+                f"A resumed run writes checkpoints. Omit checkpoint to write to {self.path} again, or give another"
                 " folder."
             )
         check_name("checkpoint", as_path(chosen["checkpoint"]))
@@ -98,7 +98,7 @@ class SavedCheckpoint:
 def as_path(path: str | Path) -> Path:
     """The folder a user named."""
     if not isinstance(path, (str, os.PathLike)) or not str(path):
-        raise InputError(f"A place for checkpoints is the name of a folder, such as 'runs/a', got {path!r}.")
+        raise InputError(f"The checkpoint folder must be a path such as 'runs/a', got {path!r}.")
     return Path(path)
 
 

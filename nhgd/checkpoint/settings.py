@@ -62,14 +62,14 @@ def to_continue(path: Path, stored: Mapping[str, Any], given: Mapping[str, Any],
         if found is not None:
             where, was, now = found
             raise InputError(
-                f"{where} was {in_words(was)} when {path} was written, and {in_words(now)} is given now. A run goes on with the"
-                f" settings it began with: leave {name} away, or give the same."
+                f"{where} was {in_words(was)} when {path} was written, and {in_words(now)} is given now. A resumed"
+                f" run keeps its settings: omit {name}, or give the same value."
             )
     missing = [name for name, node in stored.items() if name not in given and not _held(node, known)]
     if missing:
         raise InputError(
-            f"A checkpoint cannot hold {' and '.join(f'{name} ({_kind(stored[name])})' for name in missing)}. Give the same"
-            f" again: Solver.resume(..., {', '.join(f'{name}=...' for name in missing)})."
+            f"A checkpoint cannot hold {' and '.join(f'{name} ({_kind(stored[name])})' for name in missing)}. Pass"
+            f" the same again: Solver.resume(..., {', '.join(f'{name}=...' for name in missing)})."
         )
     for name, node in stored.items():
         if name not in given:

@@ -148,7 +148,7 @@ class CheckpointWriter:
         last = self._kept[-1].number if self._kept else None
         if last is not None and files.gone(self.path, last):
             warnings.warn(
-                f"The checkpoints in {self.path} were taken away during the run. It goes on, and writes new ones there.",
+                f"The checkpoints in {self.path} were deleted during the run. It continues and writes new ones there.",
                 stacklevel=2,
             )
             self._kept, self.step = [], None
@@ -156,8 +156,8 @@ class CheckpointWriter:
     def _refuse_strangers(self, error: type[InputError | RunError]) -> None:
         if {number for number, _ in files.numbered(self.path)} - self._known:
             raise error(
-                f"{self.path} holds checkpoints that this run has not written: another run has used the folder meanwhile. They"
-                " are left as they are. Name another folder, or go on from them."
+                f"{self.path} contains checkpoints that this run did not write: another run has used the folder"
+                " meanwhile. They are left untouched. Choose another folder, or resume from them."
             )
 
     def _document(self, progress: Progress) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -181,7 +181,7 @@ class CheckpointWriter:
     def last(self) -> str:
         """A sentence about the last good checkpoint, with a leading space; empty if there is none."""
         if self.step is None and any(not files.gone(self.path, number) for number in self._earlier):
-            return f" {self.path} still holds the earlier run, which was to be overwritten."
+            return f" {self.path} still contains the earlier run, which was to be overwritten."
         if self.step is None or not self._kept or files.gone(self.path, self._kept[-1].number):
             return ""
         return f" The last good checkpoint is {self.path}, outer step {self.step}."
@@ -228,15 +228,15 @@ def refuse_kept(path: Path, overwrite: bool) -> None:
     """Refuse a folder that holds checkpoints already, unless they may go."""
     if not overwrite and files.newest(path) is not None:
         raise InputError(
-            f"{path} holds the checkpoints of an earlier run. Go on with that (--resume, or Solver.resume), replace it"
-            " (--overwrite, or overwrite=True), or name another folder."
+            f"{path} contains the checkpoints of an earlier run. Resume it (--resume, or Solver.resume), replace it"
+            " (--overwrite, or overwrite=True), or choose another folder."
         )
 
 
 def _unkept(found: Unencodable) -> InputError:
     return InputError(
-        f"A checkpoint cannot hold a {found.kind}, which stands at {found.path} of this run. States and metrics are"
-        " made of tensors, numbers, text, lists, tuples, dicts and the dataclasses that their fields announce."
+        f"A checkpoint cannot hold a {found.kind}, found at {found.path} of this run. States and metrics may contain"
+        " tensors, numbers, text, lists, tuples, dicts, and the dataclasses named in their annotations."
     )
 
 
@@ -245,7 +245,7 @@ def _warn_of_other_arithmetic(saved: SavedCheckpoint, threads: int) -> None:
     now = torch.__version__, threads
     if was != now:
         warnings.warn(
-            f"{saved.path} was written with torch {was[0]} and {was[1]} thread(s); now it is {now[0]} and {now[1]}. The run goes"
-            " on, but its last digits may differ from those of an unbroken run.",
+            f"{saved.path} was written with torch {was[0]} and {was[1]} thread(s); now it is {now[0]} and {now[1]}."
+            " The run continues, but its last digits may differ from those of an uninterrupted run.",
             stacklevel=4,
         )

@@ -158,7 +158,7 @@ class _Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         failures = {rank: self._failure(rank, code) for rank, code in self._codes().items() if code}
         number, limit = self._restarts + 1, worker_group.spec.max_restarts
-        print(f"{self.reason(failures)} Starting again, {number} of {limit}.", file=sys.stderr)
+        print(f"{self.reason(failures)} Restarting, {number} of {limit}.", file=sys.stderr)
         super()._restart_workers(worker_group)
         self._restarts = number
         self._first, self._since, self._pauses, self._paused = {}, None, {}, None
@@ -198,7 +198,7 @@ class _Agent(LocalElasticAgent):
         if self._paused is not None:
             who = self._roles.called(self._paused)
             data: dict[str, Any] = {
-                "message": f"{who} gave no sign of life for {self._timeout:g} s: it is paused.",
+                "message": f"{who} did not respond for {self._timeout:g} s: it is paused.",
                 "checkpoint": False,
             }
         elif own:
@@ -210,7 +210,7 @@ class _Agent(LocalElasticAgent):
             data = min(told.values(), key=lambda data: (data["lost"] < 0, data["timestamp"]))
         else:
             rank = min(failures)
-            data = {"message": f"{self._roles.called(rank)} did not end by itself.", "checkpoint": False}
+            data = {"message": f"{self._roles.called(rank)} did not exit by itself.", "checkpoint": False}
         return str(data["message"]) + ("" if data["checkpoint"] else self._checkpoint())
 
     def blemish(self, failures: Mapping[int, ProcessFailure]) -> str:

@@ -14,7 +14,7 @@ import typer
 from nhgd.errors import InputError, unknown
 
 Task: TypeAlias = Annotated[str, typer.Argument(metavar="TASK", help="The problem; `nhgd list` names them.")]
-Seed: TypeAlias = Annotated[int, typer.Option(help="Of the data and of every random number of the run.")]
+Seed: TypeAlias = Annotated[int, typer.Option(help="Seed of the data and of every random number of the run.")]
 Device: TypeAlias = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Preset: TypeAlias = Annotated[str, typer.Option(help="A named set of the task's settings, such as quick or paper.")]
 Changes: TypeAlias = Annotated[
@@ -24,7 +24,7 @@ Changes: TypeAlias = Annotated[
     ),
 ]
 DataFolder: TypeAlias = Annotated[
-    Path | None, typer.Option("--data", help="Where the task's files are (or NHGD_DATA).", show_default=False)
+    Path | None, typer.Option("--data", help="Folder of the task's files (or NHGD_DATA).", show_default=False)
 ]
 Out: TypeAlias = Annotated[
     Path | None,
@@ -45,7 +45,7 @@ def device_called(name: str) -> torch.device:
     if kind == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0:
-            raise InputError("There is no CUDA device that PyTorch can use here. Use --device cpu.")
+            raise InputError("PyTorch cannot use a CUDA device here. Use --device cpu.")
         if number and int(number) >= count:
             raise InputError(f"There is no {name}: this machine has {count} CUDA device(s), counted from 0.")
     return torch.device(name)

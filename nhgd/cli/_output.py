@@ -82,7 +82,7 @@ def check_files(path: Path, *files: str) -> None:
             continue  # nothing is there
         if not stat.S_ISREG(kind):
             what = "folder" if stat.S_ISDIR(kind) else "device or a pipe"
-            raise InputError(f"--out {path} has a {what} {name}, where a file is to be written. Name another place.")
+            raise InputError(f"--out {path} has a {what} {name}, where a file must be written. Choose another folder.")
 
 
 class Folder:
@@ -162,7 +162,7 @@ def folder(path: Path | None) -> Iterator[Folder | None]:
             yield made_ready
         except KeyboardInterrupt as stop:
             if made_ready.holds_some:
-                stop.args = (f"{stop} What was reached is in {path}.".strip(),)
+                stop.args = (f"{stop} The results so far are in {path}.".strip(),)
             raise
     except BaseException:
         for made in missing:

@@ -166,7 +166,7 @@ def _refused(error: OSError) -> str:
     if error.filename is None and error.errno in (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EFBIG, errno.EDQUOT):
         mute()
         return f"Standard output could not be written: {error.strerror}."
-    return f"The system refused:{f' {error.filename}' if error.filename else ''} {error.strerror or error}."
+    return f"System error:{f' {error.filename}' if error.filename else ''} {error.strerror or error}."
 
 
 def _fail(sentence: str, code: int, given: list[str], error: NhgdError | None = None) -> int:
@@ -206,7 +206,7 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def program(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """The options before a command."""
     if version:

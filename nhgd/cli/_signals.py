@@ -74,7 +74,7 @@ def asking(stop: Callable[[], None], patient: bool = False) -> Iterator[Asked]:
             if not patient:
                 with suppress(OSError):  # not by print: the signal may have come in the middle of one
                     os.write(
-                        2, f"{name_of(number)}: ending after this outer step; once more ends it at once.\n".encode()
+                        2, f"{name_of(number)}: ending after this outer step; send it again to stop at once.\n".encode()
                     )
             stop()
         elif not patient:

@@ -55,13 +55,13 @@ def bench(
     execution: Annotated[
         str,
         typer.Option(
-            metavar="LIST", help="Names with commas between, such as thread,device:cpu; inline is always among them."
+            metavar="LIST", help="Comma-separated names such as thread,device:cpu; inline is always included."
         ),
     ] = "inline,thread",
-    method: Annotated[str, typer.Option(help="One that learns curvature from the inner steps.")] = "nhgd",
+    method: Annotated[str, typer.Option(help="A method that learns curvature from the inner steps.")] = "nhgd",
     steps: Annotated[int, typer.Option(help="Outer steps measured in each round.")] = 20,
-    warmup: Annotated[int, typer.Option(help="Outer steps before them that are not measured.")] = 3,
-    rounds: Annotated[int, typer.Option(help="How often each execution is run, in turns with the others.")] = 3,
+    warmup: Annotated[int, typer.Option(help="Outer steps before them, not measured.")] = 3,
+    rounds: Annotated[int, typer.Option(help="How often each execution is run, alternating with the others.")] = 3,
     seed: Seed = 0,
     device: Device = "auto",
     data: DataFolder = None,
@@ -157,7 +157,7 @@ class Case:
         inverse, problem = built.algorithm.online, built.instance.problem
         if inverse is None or inverse.learner is None:
             raise InputError(
-                f"The method {self.experiment.method} learns nothing from the inner steps, so every execution of it is the"
+                f"The method {self.experiment.method} learns nothing from the inner steps, so every execution is the"
                 " same. Use --method nhgd."
             )
         for name in self.how:
@@ -192,7 +192,7 @@ def _in_turns(
 def _names(text: str) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
-        raise InputError("--execution names none. Give some, for example --execution inline,thread.")
+        raise InputError("--execution is empty. Give names, for example --execution inline,thread.")
     for name in names:
         EXECUTIONS[name.partition(":")[0]]
     return names

@@ -42,7 +42,7 @@ def check(
     inverses: Annotated[
         str | None,
         typer.Option(
-            help="Names with commas between, such as kfac,cg-40; default: all, exact on small problems alone.",
+            help="Comma-separated names such as kfac,cg-40; default: all, with exact on small problems only.",
             show_default=False,
         ),
     ] = None,
@@ -50,15 +50,19 @@ def check(
         int | None,
         typer.Option(
             metavar="N",
-            help="Run the task and look at N of its outer steps: the first, the last, and geometrically between.",
+            help=(
+                "Run the task and examine N of its outer steps: the first, the last, and others in geometric"
+                " progression."
+            ),
             show_default=False,
         ),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="Of the run of --along; default: nhgd.", show_default=False)
+        str | None, typer.Option(help="Method of the run with --along; default: nhgd.", show_default=False)
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(help="Outer steps of the run of --along; default: the task's own.", show_default=False)
+        int | None,
+        typer.Option(help="Outer steps of the run with --along; default: the task's own.", show_default=False),
     ] = None,
     seed: Seed = 0,
     device: Device = "auto",
@@ -75,14 +79,14 @@ def check(
     """
     if along is None:
         if method is not None or steps is not None:
-            raise InputError("--method and --steps are about the run of --along N. Add that, or omit them.")
+            raise InputError("--method and --steps need --along N. Add it, or omit them.")
     elif along < 1:
-        raise InputError(f"--along takes a whole number of points, at least 1, got {along}.")
+        raise InputError(f"--along must be a whole number of at least 1, got {along}.")
     elif steps is not None and steps < along:
-        raise InputError(f"--steps {steps} are fewer outer steps than the {along} that --along looks at. Ask for more.")
+        raise InputError(f"--steps {steps} are fewer outer steps than the {along} points of --along. Ask for more.")
     names = list(INVERSES) if inverses is None else [name.strip() for name in inverses.split(",") if name.strip()]
     if not names:
-        raise InputError("--inverses names none. Give some, for example --inverses kfac,cg,identity, or omit it.")
+        raise InputError("--inverses is empty. Give names, for example --inverses kfac,cg,identity, or omit it.")
     asked = parse(changes)
     if hasattr(tasks.resolve(task, preset), "dtype"):
         asked = {"dtype": "float64"} | asked  # an exact reference needs the digits

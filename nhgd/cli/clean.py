@@ -22,15 +22,15 @@ MOST_CLASSES = 30  # that the table for people lists
 
 
 def clean(
-    train: Annotated[Path, typer.Argument(metavar="TRAIN.csv", help="The rows to look through.")],
-    label: Annotated[str, typer.Option(help="The column that holds the label.")],
+    train: Annotated[Path, typer.Argument(metavar="TRAIN.csv", help="The rows to check.")],
+    label: Annotated[str, typer.Option(help="The label column.")],
     trusted: Annotated[
         Path | None,
         typer.Option(
-            help="Rows with right labels, the same columns; even a few for each class help.", show_default=False
+            help="Rows with correct labels and the same columns; a few for each class help.", show_default=False
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where to write the rows with what was found.")] = Path("weights.csv"),
+    out: Annotated[Path, typer.Option(help="Where to write the rows with the findings.")] = Path("weights.csv"),
     cleaned: Annotated[
         Path | None,
         typer.Option(help="Where to write the rows without the suspects, columns as they were.", show_default=False),
@@ -39,14 +39,14 @@ def clean(
         bool, typer.Option("--relabel", help="Keep suspects in --cleaned, with the suggested label.")
     ] = False,
     ignore: Annotated[
-        str | None, typer.Option(help="Columns to leave out, with commas between, such as an id.", show_default=False)
+        str | None, typer.Option(help="Comma-separated columns to leave out, such as an id.", show_default=False)
     ] = None,
     impute: Annotated[bool, typer.Option("--impute", help="Fill missing cells instead of refusing them.")] = False,
     categorical: Annotated[
         str | None,
-        typer.Option(help="Columns of numbers that stand for categories, with commas between.", show_default=False),
+        typer.Option(help="Comma-separated columns of numbers that stand for categories.", show_default=False),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Outer steps, at most; the best on held-out rows counts.")] = 40,
+    steps: Annotated[int, typer.Option(help="Maximum number of outer steps; the best on held-out rows is used.")] = 40,
     seed: Seed = 0,
     device: Device = "auto",
     as_json: Json = False,
@@ -58,9 +58,9 @@ def clean(
     if cleaned is not None:
         _check_out("--cleaned", cleaned, train, trusted)
         if cleaned.absolute() == out.absolute() or (cleaned.exists() and out.exists() and cleaned.samefile(out)):
-            raise InputError(f"--cleaned {cleaned} is the same file as --out. Name another file.")
+            raise InputError(f"--cleaned {cleaned} is the same file as --out. Choose another file.")
     elif relabel:
-        raise InputError("--relabel says what --cleaned holds, which is not given. Add --cleaned FILE.csv.")
+        raise InputError("--relabel changes the file of --cleaned, which is missing. Add --cleaned FILE.csv.")
     door = _door()
     cleaner = door.LabelCleaner(
         steps=steps, random_state=checked_seed(seed) % 2**32, device=str(device_called(device)), verbose=None
@@ -155,12 +155,12 @@ def _check_out(option: str, out: Path, train: Path, trusted: Path | None) -> Non
     check_name(option, out)
     check_folder(option, out.parent)
     if out.is_dir():
-        raise InputError(f"{option} {out} is a folder. Name a file, for example {out / 'weights.csv'}.")
+        raise InputError(f"{option} {out} is a folder. Give a file, for example {out / 'weights.csv'}.")
     if out.exists() and not out.is_file():
-        raise InputError(f"{option} {out} is a device or a pipe, which cannot be replaced. Name a file.")
+        raise InputError(f"{option} {out} is a device or a pipe, which cannot be replaced. Give a file.")
     for given in (train, trusted):
         if given is not None and given.exists() and out.exists() and out.samefile(given):
-            raise InputError(f"{option} {out} would overwrite {given}, which is read. Name another file.")
+            raise InputError(f"{option} {out} would overwrite the input {given}. Choose another file.")
 
 
 def _names(text: str | None) -> set[str]:
@@ -182,12 +182,10 @@ def _numbers(
     y = labels(rows, label)
     classes = dict.fromkeys(y)
     if len(classes) == 1:
-        raise InputError(
-            f"{rows.path}: every row has the label {y[0]!r}, so no label can be told from another. Two at least are needed."
-        )
+        raise InputError(f"{rows.path}: every row has the label {y[0]!r}. At least two different labels are needed.")
     if len(classes) > max(2, len(y) // 2):
         raise InputError(
-            f"{rows.path}: the column {label!r} holds {len(classes)} different labels in {len(y)} rows, so it names no"
+            f"{rows.path}: the column {label!r} holds {len(classes)} different labels in {len(y)} rows, too many for"
             " classes. Give the column of the classes as --label."
         )
     features = Features(impute, frozenset(categorical))
@@ -199,8 +197,8 @@ def _numbers(
         if answer not in classes:
             hint = ", ".join(sorted(classes)[:10]) + (", ..." if len(classes) > 10 else "")
             raise InputError(
-                f"{examples.path}, row {number}: the label {answer!r} occurs nowhere in {rows.path}, which has: {hint}. Write"
-                " labels alike in both files, and remove rows of other classes."
+                f"{examples.path}, row {number}: the label {answer!r} does not occur in {rows.path}, which has:"
+                f" {hint}. Spell labels the same in both files, and remove rows of other classes."
             )
     return X, y, {"X_trusted": features.transform(examples), "y_trusted": answers}
 
@@ -221,7 +219,9 @@ def _value(text: str) -> float | None:
 def _sentence(warning: Warning | str, no_trusted_set: type[Any]) -> str:
     """A warning in the words of the command line."""
     if isinstance(warning, no_trusted_set):
-        return f"{warning.finding} A few rows with right labels, as --trusted FILE.csv, do better."
+        return (
+            f"{warning.finding} A few rows with correct labels, given as --trusted FILE.csv, would give better results."
+        )
     return str(warning)
 
 

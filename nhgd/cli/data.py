@@ -26,7 +26,7 @@ def fetch(
     name: Annotated[str, typer.Argument(metavar="NAME", help="mnist or fashion-mnist.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="Where to; default: the cache, where tasks look by themselves.", show_default=False),
+        typer.Option(help="Target folder; default: the cache, where tasks look first.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -36,4 +36,4 @@ def fetch(
     if as_json:
         print_json({"name": name, "folder": str(out or cache() / name), "files": [str(file) for file in files]})
     else:
-        console().print(f"{name} is in {out or cache() / name}, {len(files)} files, sums right.")
+        console().print(f"{name} is in {out or cache() / name}, {len(files)} files, checksums correct.")

@@ -47,7 +47,7 @@ class Cleaned:
 
 def demo(
     seed: Seed = 0,
-    out: Annotated[Path, typer.Option(help="Where the picture and the numbers go.")] = Path("nhgd-demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the picture and the numbers.")] = Path("nhgd-demo"),
     as_json: Json = False,
 ) -> None:
     """Clean a label set of which 40 % is wrong: accuracy before and after, and the wrong labels found. About 15 s."""
@@ -148,8 +148,8 @@ def tell(answer: dict[str, Any]) -> None:
     out = console()
     samples, trusted, wrong = answer["samples"], answer["trusted"], answer["wrong"]
     out.print(
-        f"{samples} images of digits, {wrong} of them with a wrong label. {trusted} more have labels that can be trusted."
-        f" {answer['method']} learns from those which labels to believe; no one tells it which are wrong.\n"
+        f"{samples} images of digits, {wrong} of them with a wrong label. {trusted} more have trusted labels."
+        f" {answer['method']} learns from those which labels to trust, without knowing which are wrong.\n"
     )
     kept = samples - answer["found"] - answer["false_alarms"]
     trained = table("A linear classifier trained on the trusted images and on", "", "images", "test accuracy")
@@ -157,7 +157,7 @@ def tell(answer: dict[str, Any]) -> None:
         ("all labels as given", samples, "as_given"),
         ("nothing else", 0, "trusted_alone"),
         (f"what {answer['method']} believes", kept, "cleaned"),
-        ("the right labels (which nobody knows)", samples - wrong, "perfect"),
+        ("the true labels (unknown in practice)", samples - wrong, "perfect"),
     ):
         trained.add_row(
             words, str(count), number(answer["accuracy"][key], ".3f"), style="bold" if key == "cleaned" else ""
@@ -165,7 +165,7 @@ def tell(answer: dict[str, Any]) -> None:
     out.print(trained)
     out.print(
         f"\nWrong labels found: {answer['found']} of {wrong}, with {answer['false_alarms']} false alarms among"
-        f" {samples - wrong} right ones.\n"
+        f" {samples - wrong} correct ones.\n"
     )
     compared = table(
         f"The same by other methods, {answer['steps']} outer steps each",
@@ -183,7 +183,9 @@ def tell(answer: dict[str, Any]) -> None:
     out.print(compared)
     accuracy, tests = answer["accuracy"]["cleaned"], answer["test_samples"]
     error = (accuracy * (1 - accuracy) / tests) ** 0.5
-    out.print(f"\n{tests} test images tell an accuracy to about {error:.3f}; another --seed splits them anew.")
+    out.print(
+        (f"\n{tests} test images determine an accuracy to about {error:.3f}; another --seed splits them differently.")
+    )
     out.print(f"\nPicture: {answer['picture']}   (all in {answer['seconds']:.0f} s)\n")
     out.print("Try next:")
     out.print("  nhgd check cleaning --inverses kfac,cg,identity     how good is each hypergradient?")

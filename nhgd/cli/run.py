@@ -53,19 +53,19 @@ def run(
     context: typer.Context,
     task: Task,
     method: Annotated[
-        str | None, typer.Option(help="`nhgd list` names them; default: what suits the task.", show_default=False)
+        str | None, typer.Option(help="See `nhgd list`; default: the one that suits the task.", show_default=False)
     ] = None,
     seed: Seed = 0,
     steps: Annotated[int | None, typer.Option(help="Outer steps; default: the task's own.", show_default=False)] = None,
-    budget: Annotated[str | None, typer.Option(help="Time to solve in: 60s, 5m, 1h.", show_default=False)] = None,
+    budget: Annotated[str | None, typer.Option(help="Time limit: 60s, 5m, 1h.", show_default=False)] = None,
     device: Device = "auto",
-    execution: Annotated[str, typer.Option(help="Where curvature is kept up to date.")] = "inline",
+    execution: Annotated[str, typer.Option(help="Where curvature is updated.")] = "inline",
     data: DataFolder = None,
     out: Out = None,
     preset: Preset = "default",
     checkpoint: Annotated[
         Path | None,
-        typer.Option(help="A folder to keep the run in, so that it can be resumed.", show_default=False),
+        typer.Option(help="Folder for checkpoints, so that the run can be resumed.", show_default=False),
     ] = None,
     checkpoint_every: Annotated[
         str | None,
@@ -76,17 +76,16 @@ def run(
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Continue from --checkpoint, or from OUT/checkpoint, if there is one; else start afresh."
+            "--resume",
+            help="Continue from --checkpoint, or from OUT/checkpoint, if there is one; else start a new run.",
         ),
     ] = False,
     overwrite: Annotated[
         bool,
-        typer.Option(
-            "--overwrite", help="Replace an earlier run in --checkpoint, as soon as this one first writes there."
-        ),
+        typer.Option("--overwrite", help="Replace an earlier run in --checkpoint once this one first writes there."),
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(help="How often a distributed run that lost a process is restarted, with --resume.")
+        int, typer.Option(help="How often a distributed run is restarted with --resume after losing a process.")
     ] = 0,
     changes: Changes = None,
     as_json: Json = False,
@@ -158,8 +157,8 @@ def run(
             raise
     if answer["partial"] and asked.number is not None:
         print(
-            f"Error: Stopped by {signals.name_of(asked.number)} after outer step {answer['steps']}."
-            f"{_last_checkpoint(solver)}{f' What was reached is in {out}.' if written else ''}",
+            f"Error: Stopped by {signals.name_of(asked.number)} after outer step"
+            f" {answer['steps']}.{_last_checkpoint(solver)}{f' The results so far are in {out}.' if written else ''}",
             file=sys.stderr,
         )
         raise typer.Exit(128 + asked.number)
@@ -182,7 +181,9 @@ def _built(experiment: Experiment, seed: int, device: torch.device, data: Path |
     keep_to_threads(experiment.task.threads, device)
     built = experiment.build(seed, device, data)
     if experiment.method is None and not as_json and prints_no_nhgd(experiment.name, experiment.preset):
-        print("Note: the paper prints beta = 0 here, which cannot be run; the task's own method is.", file=sys.stderr)
+        print(
+            "Note: the paper prints beta = 0 here, which cannot be run; the task's own method is used.", file=sys.stderr
+        )
     return built
 
 
@@ -228,7 +229,7 @@ def _check_restarts(restarts: int, execution: str, resume: bool) -> None:
     if restarts and execution != "distributed":
         raise InputError(f"--max-restarts is for --execution distributed; {execution} runs in one process.")
     if restarts and started_by_someone() and LAUNCHER not in os.environ:
-        raise InputError("Under torchrun it is torchrun that starts again: torchrun --max-restarts N.")
+        raise InputError("Under torchrun, restarts are torchrun's: torchrun --max-restarts N.")
     if restarts and not resume:
         raise InputError("--max-restarts needs --resume, so that the restarted run continues from its checkpoint.")
 
@@ -238,18 +239,18 @@ def _kept(
 ) -> dict[str, Any]:
     """The checkpoint settings of the solver; none without a folder."""
     if resume and overwrite:
-        raise InputError("--resume continues a run and --overwrite begins one in its place. Omit one of them.")
+        raise InputError("--resume continues a run and --overwrite replaces it. Omit one of them.")
     if checkpoint is None and resume:
         if out is None:
-            raise InputError("--resume needs to know where the run was kept. Add --checkpoint DIR, or --out DIR.")
+            raise InputError("--resume needs the folder of the run. Add --checkpoint DIR, or --out DIR.")
         checkpoint = out / "checkpoint"
     if checkpoint is not None:
         check_name("--checkpoint", checkpoint)
     if checkpoint is None:
         if every is not None:
-            raise InputError("--checkpoint-every needs a place to write to. Add --checkpoint DIR.")
+            raise InputError("--checkpoint-every needs a folder. Add --checkpoint DIR.")
         if overwrite:
-            raise InputError("--overwrite is about an earlier run in --checkpoint DIR. Add that, or omit --overwrite.")
+            raise InputError("--overwrite needs --checkpoint DIR. Add it, or omit --overwrite.")
         return {}
     return (
         {"checkpoint": checkpoint}

@@ -98,8 +98,8 @@ def sizes(batches: Sequence[Batch], name: str) -> list[int]:
     hidden = len(batches) > 1 and any(_hidden(batch) for batch in batches)
     if None in found and (differ or hidden):
         raise InputError(
-            f"It is unclear how many samples each batch of {name} has, so they cannot count by their sizes. Give tensors, in"
-            " tuples, dicts or dataclasses, whose first dimension counts the samples."
+            f"The number of samples in each batch of {name} is unclear, so batches cannot be weighted by size. Use"
+            " tensors, in tuples, dicts or dataclasses, whose first dimension counts the samples."
         )
     return [n or 1 for n in found]
 

@@ -153,8 +153,8 @@ def fetch(name: str, folder: Path | None = None, tell: Callable[[float, str], No
                 reasons.append(f"{mirror} ({error.__class__.__name__}: {(str(error).splitlines() or ['no words'])[0]})")
         else:
             raise RunError(
-                f"{file} of {name} could not be downloaded from any mirror: {'; '.join(reasons)}. Without a network, copy"
-                f" {', '.join(published.files)} into a folder by other means, and point --data or NHGD_DATA at it."
+                f"{file} of {name} could not be downloaded from any mirror: {'; '.join(reasons)}. Without a network,"
+                f" copy {', '.join(published.files)} into a folder, and point --data or NHGD_DATA at it."
             )
     return found
 
@@ -215,11 +215,13 @@ class Resuming:
                 have += self._taken(answer, have, "ab" if going_on else "wb", deadline)
             deadline.check()
         if have < self.expected.size:
-            raise OSError(f"the line broke after {have} of {self.expected.size} bytes; call again to go on from there")
+            raise OSError(
+                (f"the connection broke after {have} of {self.expected.size} bytes; call again to continue from there")
+            )
         right = self._is_right()
         if not right and not begun:
             self.part.unlink()
-            raise ValueError("what came has another sum than the file that is published")
+            raise ValueError("the download has another checksum than the published file")
         return right
 
     def _taken(self, answer: Any, have: int, mode: str, deadline: Deadline) -> int:
@@ -261,7 +263,7 @@ class Deadline:
     def check(self) -> None:
         """Raise when the time is over."""
         if self.passed:
-            raise TimeoutError(f"it took more than {self.seconds:.0f} s; call again to go on from there")
+            raise TimeoutError(f"it took more than {self.seconds:.0f} s; call again to continue from there")
 
     def opener(self) -> urllib.request.OpenerDirector:
         """What opens pages of the web, and nothing else, within this limit."""

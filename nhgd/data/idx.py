@@ -71,8 +71,8 @@ def _parse(file: BufferedIOBase, path: Path) -> np.ndarray[Any, np.dtype[np.uint
     expected = math.prod(shape)
     if max(expected, *shape) > LARGEST:  # also where another length is 0: NumPy makes no such shape
         raise InputError(
-            f"{path} claims {' x '.join(map(str, shape))} bytes, which is no image set: {LARGEST} are read at"
-            " most. Download it again."
+            f"{path} claims {' x '.join(map(str, shape))} bytes, which is not an image set: at most {LARGEST} are"
+            " read. Download it again."
         )
     data = file.read(expected + 1)
     if len(data) != expected:
@@ -105,10 +105,10 @@ def find(name: str, data: str | Path | None, cached: bool = False) -> Path | Non
     for folder in (root / name, root):
         absent = [stem for stem in _FILES.values() if not _file(folder, stem)]
         if len(absent) < len(_FILES):
-            raise InputError(f"{folder} holds a part of {name}, but no {absent[0]}(.gz). Put it there too.")
+            raise InputError(f"{folder} holds a part of {name}, but no {absent[0]}(.gz). Add it.")
     raise InputError(
-        f"{root} holds no {name}: looked for {_FILES['train_images']}(.gz) and its three companions there and in {root / name}."
-        f" Point --data or NHGD_DATA at them."
+        f"{root} holds no {name}: looked for {_FILES['train_images']}(.gz) and its three companions there and in"
+        f" {root / name}. Point --data or NHGD_DATA at them."
     )
 
 
@@ -132,11 +132,11 @@ def read_images(folder: Path) -> ImageSet:
         if images.ndim != 3 or labels.ndim != 1:
             raise InputError(
                 f"{folder}: the {part} files do not hold images and labels ({images.ndim} and {labels.ndim} axes)."
-                " Were files exchanged?"
+                " Were files mixed up?"
             )
         if len(images) != len(labels):
             raise InputError(
-                f"{folder}: {len(images)} {part} images but {len(labels)} labels. The files must be of one set."
+                f"{folder}: {len(images)} {part} images but {len(labels)} labels. The files must belong together."
             )
         if len(labels) == 0:
             raise InputError(f"{folder}: the {part} files hold no samples.")
@@ -150,5 +150,7 @@ def read_images(folder: Path) -> ImageSet:
         )
     if here != there:
         sizes = " and ".join(" x ".join(map(str, shape)) for shape in (here, there))
-        raise InputError(f"{folder}: the training and test images must be of one size, but they have {sizes} pixels.")
+        raise InputError(
+            (f"{folder}: the training and test images must have the same size, but they have {sizes} pixels.")
+        )
     return ImageSet(**arrays)

@@ -61,7 +61,7 @@ class Data:
             raise InputError(f"Data: batch must be a whole number of at least 1, got {batch}.")
         bad = first_bad(self.tensors)
         if bad:
-            raise InputError(f"Data: {bad} holds nan or inf. Remove or impute such samples first.")
+            raise InputError(f"Data: {bad} contains nan or inf. Remove or impute such samples first.")
         self.samples = found[0]
         self.batch = min(batch or self.samples, self.samples)
         self.shuffle = shuffle
@@ -140,10 +140,10 @@ def _tensor(array: Any, device: torch.device | str | None) -> Tensor:
     try:
         found = torch.as_tensor(array)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise InputError(f"Data takes tensors and arrays of numbers; of this one torch says: {error}.") from error
+        raise InputError(f"Data takes tensors and arrays of numbers; torch rejects this one: {error}.") from error
     if found.layout != torch.strided or found.device.type == "meta":
-        kind = "on the meta device, where there are no numbers" if found.device.type == "meta" else "sparse"
-        raise InputError(f"Data takes dense tensors with numbers in them, but one is {kind}.")
+        kind = "on the meta device, which holds no numbers" if found.device.type == "meta" else "sparse"
+        raise InputError(f"Data takes dense tensors, but one is {kind}.")
     return torch.as_tensor(found, device=device)
 
 
@@ -166,7 +166,7 @@ def inner_batches(inner_batch: Batch, inner_data: Iterable[Batch] | None, device
     else:
         batches = list(reiterable(inner_data, "inner_data"))
     if not batches:
-        raise InputError("inner_data yields no batch. Give it at least one, for example [(x, y)].")
+        raise InputError("inner_data yields no batch. Provide at least one, for example [(x, y)].")
     return [move(batch, device) for batch in batches]
 
 
@@ -174,9 +174,9 @@ def reiterable(source: Iterable[Batch], name: str) -> Iterable[Batch]:
     """Return `source` if it can be walked over again and again, and refuse it with a sentence if not."""
     remedy = f"Pass {name}=nhgd.Data(x, y, batch=1024), a DataLoader, or a list of batches such as [(x, y)]."
     if isinstance(source, Tensor):
-        raise InputError(f"{name} is a bare tensor, so it is unclear what a batch is. {remedy}")
+        raise InputError(f"{name} is a single tensor, so it is unclear what a batch is. {remedy}")
     if isinstance(source, tuple) and source and all(isinstance(item, Tensor) for item in source):
-        raise InputError(f"{name} is a tuple of tensors, which reads as one batch rather than as many. {remedy}")
+        raise InputError(f"{name} is a tuple of tensors, which looks like one batch rather than many. {remedy}")
     if isinstance(source, (Mapping, str)) or not hasattr(source, "__iter__"):
         raise InputError(f"{name} is a {type(source).__name__}, which yields no batches. {remedy}")
     if hasattr(source, "__next__"):

@@ -124,7 +124,7 @@ class Stream:
         elif isinstance(source, Data) and type(source).__iter__ is Data.__iter__:
             found = list(source.columns)
         else:
-            return f"{self.name} is no nhgd.Data, whose batches can be gathered on the device"
+            return f"{self.name} is not an nhgd.Data, whose batches can be gathered on the device"
         if any(t.device != self.device for t in found):
             return f"{self.name} is not on {self.device}: give Data(..., device=...)"
         return None
@@ -154,7 +154,7 @@ class Stream:
             self._taken += 1
             self._last = batch if isinstance(batch, _Drawn) else move(batch, self.device)
             return self._last
-        raise InputError(f"{self.name} yields no batch. Give it at least one, for example [(x, y)].")
+        raise InputError(f"{self.name} yields no batch. Provide at least one, for example [(x, y)].")
 
     @property
     def _may_draw(self) -> bool:
@@ -187,8 +187,8 @@ class Stream:
         own = self._own()
         if len(own) != len(states):
             raise InputError(
-                f"{self.name} had {len(states)} random generator(s) of its own and has {len(own)} now. Give the loader that the"
-                " run began with."
+                f"{self.name} had {len(states)} random generator(s) of its own and now has {len(own)}. Use the loader"
+                " of the saved run."
             )
         for generator, state in zip(own, states, strict=True):
             generator.set_state(state)
@@ -227,8 +227,8 @@ class Stream:
             self._last = move(batch, self.device)
             if batch is None or fingerprint(self._last) != position["last"]:
                 raise InputError(
-                    f"{self.name} does not give the batches again that the run was given: the data differ, or their order does"
-                    " not come from torch's, NumPy's or Python's global generator. Give the same data, or use"
-                    f" {self.name}=nhgd.Data(...), which can be walked again."
+                    f"{self.name} does not reproduce the batches of the saved run: the data differ, or their order"
+                    " does not come from torch's, NumPy's or Python's global generator. Use the same data, or"
+                    f" {self.name}=nhgd.Data(...), which is reproducible."
                 )
         self._own_to(position["own"])

@@ -61,9 +61,9 @@ def read_table(path: Path) -> Table:
         raise InputError(f"{path} is not text in UTF-8 (byte {error.start}). Save it as CSV in UTF-8.") from error
     except csv.Error as error:
         where = f", line {reader.line_num}" if reader else ""
-        raise InputError(f"{path}{where}, is not CSV: {error}. Look at the quotation marks before there.") from error
+        raise InputError(f"{path}{where}, is not CSV: {error}. Check the quotation marks before it.") from error
     if not lines:
-        raise InputError(f"{path} is empty. The first line must name the columns, and rows must follow.")
+        raise InputError(f"{path} is empty. The first line must name the columns, followed by rows.")
     header, rows = [name.strip() for name in lines[0]], lines[1:]
     _check_header(path, header)
     if not rows:
@@ -71,8 +71,8 @@ def read_table(path: Path) -> Table:
     for number, row in enumerate(rows, start=1):
         if len(row) != len(header):
             raise InputError(
-                f"{path}, row {number}: {len(row)} cells where the header has {len(header)}. Mend the row; a cell with a comma"
-                " in it must stand in quotation marks."
+                f"{path}, row {number}: {len(row)} cells where the header has {len(header)}. Fix the row; quote cells"
+                " that contain commas."
             )
     return Table(path, header, rows)
 
@@ -82,7 +82,7 @@ def _without_nul(file: Iterator[str], path: Path) -> Iterator[str]:
     for number, line in enumerate(file, start=1):
         if "\0" in line:
             raise InputError(
-                f"{path}, line {number}, holds a zero byte, so it is not text in UTF-8. Save it as CSV in UTF-8."
+                f"{path}, line {number}, contains a zero byte, so it is not UTF-8 text. Save it as CSV in UTF-8."
             )
         yield line
 
@@ -91,7 +91,7 @@ def _check_header(path: Path, header: list[str]) -> None:
     for separator, word in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
         if len(header) == 1 and separator in header[0]:
             raise InputError(
-                f"{path} has {word} between its columns. Save it with commas between, and points in decimal numbers."
+                f"{path} has {word} between its columns. Save it with commas as separators and points as decimal marks."
             )
     if "" in header:
         raise InputError(
@@ -139,7 +139,8 @@ class Features:
         self.names = names
         if not names:
             raise InputError(
-                f"{table.path} has no column beside the label and those left out, so nothing to learn from."
+                f"{table.path} has no columns apart from the label and those left out, so there is nothing to learn"
+                " from."
             )
         for name in names:
             cells = table.column(name)
@@ -182,8 +183,8 @@ class Features:
         found = _number(cell)
         if found is None or not math.isfinite(found):
             raise InputError(
-                f"{table.path}, row {row}: {cell.strip()!r} in the column {name!r}, whose other cells are numbers. Correct it,"
-                " or empty it and pass --impute; if the numbers stand for categories, pass --categorical."
+                f"{table.path}, row {row}: {cell.strip()!r} in the column {name!r}, whose other cells are numbers."
+                " Correct it, or clear it and pass --impute; if the numbers are categories, pass --categorical."
             )
         if abs(found) > LARGEST:
             raise InputError(
@@ -198,8 +199,8 @@ class Features:
         if new:
             row, first = new[0]
             warnings.warn(
-                f"{table.path}, row {row}{_and_more(len(new) - 1)}: {first!r} in the column {name!r} occurs in no row to be"
-                " cleaned, so it counts as none of the known categories.",
+                f"{table.path}, row {row}{_and_more(len(new) - 1)}: {first!r} in the column {name!r} does not occur"
+                " in the rows to be cleaned, so it counts as an unknown category.",
                 UnseenCategoryWarning,
                 stacklevel=3,
             )
@@ -210,8 +211,8 @@ class Features:
         rows = [number for number, cell in enumerate(cells, start=1) if missing(cell)]
         if rows:
             raise InputError(
-                f"{table.path}, row {rows[0]}{_and_more(len(rows) - 1)}: {_nothing(cells[rows[0] - 1])} in the column {name!r}."
-                " Fill it, or pass --impute to fill such cells by the median or by a category of their own."
+                f"{table.path}, row {rows[0]}{_and_more(len(rows) - 1)}: {_nothing(cells[rows[0] - 1])} in the column"
+                f" {name!r}. Fill it, or pass --impute to fill such cells with the median or a category of their own."
             )
 
 

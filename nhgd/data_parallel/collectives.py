@@ -89,7 +89,7 @@ class Team(AbstractTeam):
         positive("Team", timeout=timeout)
         if not dist.is_available() or not dist.is_initialized():
             raise InputError(
-                "A team needs torch.distributed to be running. Start the workers with torchrun and call"
+                "A team needs an initialised torch.distributed. Start the workers with torchrun and call"
                 " torch.distributed.init_process_group('gloo') first."
             )
         self.group = dist.group.WORLD if group is None else group
@@ -257,9 +257,9 @@ class Team(AbstractTeam):
             others = [rank for rank in range(self.size) if found[rank, column] != found[0, column]]
             if others:
                 raise RunError(
-                    f"The workers have drifted apart: {name} of rank {', '.join(map(str, others))} is not that of rank 0."
-                    " Something in inner(), outer(), a projection, an optimiser or the data depends on the worker: give all of"
-                    " them the same data and seed, and the same kind of machine."
+                    f"The workers have diverged: {name} of rank {', '.join(map(str, others))} differs from that of"
+                    " rank 0. Something in inner(), outer(), a projection, an optimiser or the data depends on the"
+                    " worker: use the same data, seed and kind of machine for all of them."
                 )
 
     def counts(self, number: int) -> list[int]:
@@ -295,8 +295,8 @@ class Team(AbstractTeam):
         """The error for workers that did not answer within this time, or whose connection was closed."""
         reason = "a connection was closed" if silent is None else f"it did not answer within {silent:g} s"
         return PeerError(
-            f"Rank {self.rank} of {self.size} has lost another worker: {reason}. Look at what the others printed last, and start"
-            " all workers again.",
+            f"Rank {self.rank} of {self.size} has lost another worker: {reason}. Check the last output of the other"
+            " workers, and restart all of them.",
             silent=silent,
         )
 

@@ -122,8 +122,8 @@ class Division:
             self.found[level] = "divided" if mean else "replicated"
             if level == "inner" and not mean and team.rank == 0:
                 warnings.warn(
-                    "The inner loss of a batch is not the mean over its samples (batch statistics, or a sum), so every worker"
-                    " computes all of it and nothing is gained by a team. Return one loss for each sample.",
+                    "The inner loss of a batch is not the mean over its samples (batch statistics, or a sum), so"
+                    " every worker computes all of it and a team gains nothing. Return one loss for each sample.",
                     stacklevel=2,
                 )
         return (own, shard) if self.found[level] == "divided" else (batch, None)

@@ -110,7 +110,7 @@ class DividedObjective(Objective):
         *summed, scalars = self.shard.sum([*gradient, scalars])
         if self.shard.team.size * float(scalars[2]) != float(scalars[1]) ** 2:
             raise InputError(
-                "The workers' parts of a batch went through different layers, so their curvature cannot be summed. Use"
+                "The workers' parts of a batch used different layers, so their curvature cannot be summed. Use"
                 " fisher_window with records='sample', or one worker."
             )
         return [*summed, scalars[0], scalars[3]]

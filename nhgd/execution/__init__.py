@@ -31,7 +31,7 @@ def resolve(execution: str | AbstractExecutor, **settings: Any) -> AbstractExecu
     if isinstance(execution, AbstractExecutor):
         if given:
             raise InputError(
-                f"{', '.join(given)} belong to the executor: give them to {type(execution).__name__}(...)."
+                f"{', '.join(given)} belong to the executor: pass them to {type(execution).__name__}(...)."
             )
         return execution
     name, _, argument = execution.partition(":")

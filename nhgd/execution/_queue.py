@@ -145,8 +145,9 @@ class Queue:
         """Refuse tensors of a record that were changed in place before it was folded in."""
         if any(t._version != version for t, version in versions):
             raise RunError(
-                f"A tensor of an inner step was changed in place before its curvature was taken, which {self._owner} execution"
-                " does while the next step runs. Let inner() and the loader make new tensors, or set max_lag=0."
+                "A tensor of an inner step was changed in place before its curvature was computed, which"
+                f" {self._owner} execution does during the next step. Let inner() and the loader create new tensors,"
+                " or set max_lag=0."
             )
 
     def copied(self, copy: Callable[[], tuple[Any, Callable[[], None]]]) -> tuple[Any, int]:

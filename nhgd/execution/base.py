@@ -100,8 +100,8 @@ class AbstractExecutor(ABC):
             raise InputError(f"max_lag must be a whole number of at least 0, got {max_lag!r}.")
         if not self.background and (max_lag or stale):
             raise InputError(
-                f"{self.name} execution folds every record in at once, so it has no lag to bound. Leave max_lag and stale"
-                " away, or use execution='thread'."
+                f"{self.name} execution folds every record in at once, so it has no lag to bound. Omit max_lag and"
+                " stale, or use execution='thread'."
             )
         self.max_lag = self.usual_lag if max_lag is None else max_lag
         self.stale = stale

@@ -55,7 +55,7 @@ class Device(AbstractBackground):
             raise InputError(f"Curvature cannot be kept on {self.device}. Use for example cuda:1 or cpu.")
         if self.device is not None and self.device.type == "cpu":
             if self.device.index:
-                raise InputError(f"There is no device {self.device}: the processors are one device. Use cpu.")
+                raise InputError(f"There is no device {self.device}: all processors form one device. Use cpu.")
             self.device = torch.device("cpu")
         if self.device is not None and self.device.type == "cuda":
             count = torch.cuda.device_count()
@@ -67,8 +67,8 @@ class Device(AbstractBackground):
         if self.device is None:
             if theta.device.type != "cuda" or torch.cuda.device_count() < 2:
                 raise InputError(
-                    "device execution keeps curvature on a second GPU, and there is none. Name another device, as in"
-                    " execution='device:cpu', or use stream or thread."
+                    "device execution keeps curvature on a second GPU, but there is none. Choose another device, as"
+                    " in execution='device:cpu', or use stream or thread."
                 )
             self.device = torch.device("cuda", ((theta.device.index or 0) + 1) % torch.cuda.device_count())
         if self.device.type == "cuda" and self.device.index is None:
@@ -77,8 +77,8 @@ class Device(AbstractBackground):
             return  # the thread has entered these streams for good
         if self._between is not None and self.queue.is_open:
             raise InputError(
-                f"This device executor went from {self._between[0]} to {self._between[1]} before, and theta is on {self._home} now."
-                " Make a new one."
+                f"This device executor was used between {self._between[0]} and {self._between[1]}, but theta is now"
+                f" on {self._home}. Make a new one."
             )
         self._between = self._home, self.device
         self.busy = Stopwatch(self.device)

@@ -44,8 +44,8 @@ class Hypergradient:
         check_weight(problem.lowest_weight())
         if not all(bool(torch.isfinite(leaf).all()) for leaf in self.leaves):
             raise NonFiniteError(
-                f"The hypergradient by {by} holds nan or inf. Train the inner problem further, add l2, or use another inverse,"
-                " such as cg; nhgd.check compares them."
+                f"The hypergradient by {by} contains nan or inf. Train the inner problem further, add l2, or use"
+                " another inverse, such as cg; nhgd.check compares them."
             )
 
 

@@ -52,13 +52,18 @@ class Complaints:
             self.mends -= 1
             return
         self.spoken = True
-        _warn(f"{stats.trouble} This is said once a run; poor_solves in its stats counts the outer steps it holds for.")
+        _warn(
+            (
+                f"{stats.trouble} This warning is given once a run; poor_solves in its stats counts the affected outer"
+                " steps."
+            )
+        )
 
     def say(self, doubt: str | None) -> None:
         """Warn about the hypergradients of a run, at most once."""
         if doubt is not None and not self.doubted:
             self.doubted = True
-            _warn(f"{doubt} This is said once a run.")
+            _warn(f"{doubt} This warning is given once a run.")
 
 
 def implicit(
@@ -142,7 +147,9 @@ def _vanished(size: int, uu: float, ux: float, xx: float) -> bool:
 
 def _leave_if_vanished(size: int, uu: float, ux: float, xx: float) -> None:
     if _vanished(size, uu, ux, xx):
-        raise tape.NotRepeatable("the gradients of the samples may have vanished, which a Hessian product has to tell")
+        raise tape.NotRepeatable(
+            ("the gradients of the samples may have vanished, which only a Hessian product can show")
+        )
 
 
 def _trouble(inverse: AbstractInverse, stats: SolveStats, dtype: torch.dtype) -> str | None:
@@ -157,9 +164,9 @@ def _trouble(inverse: AbstractInverse, stats: SolveStats, dtype: torch.dtype) ->
     left = "" if residual is None else f" (residual {residual:.2g})"
     if notes.get("negative_curvature"):
         return (
-            f"The {matrix} is not positive definite at this point: {inverse.name} met negative curvature{left}, so theta"
-            " is no inner minimum there and the implicit formula does not hold. Train the inner problem further, add l2, or"
-            " set damping."
+            f"The {matrix} is not positive definite at this point: {inverse.name} met negative curvature{left}, so"
+            " theta is not an inner minimum and the implicit formula does not hold. Train the inner problem further,"
+            " add l2, or set damping."
         )
     if notes.get("diverged"):
         return (
@@ -169,17 +176,17 @@ def _trouble(inverse: AbstractInverse, stats: SolveStats, dtype: torch.dtype) ->
     if outside > torch.finfo(dtype).eps ** 0.5 or notes.get("cut", 0.0) > CUT:
         digits = int(-math.log10(torch.finfo(dtype).eps))
         return (
-            f"The {matrix} is singular at this point, to the {digits} digits of {str(dtype).removeprefix('torch.')}, and"
-            f" {percent(outside)} % of the outer gradient lies outside of its range: the outer loss depends on directions that"
-            f" the inner problem leaves open, and {inverse.name} leaves them out{left}. Add l2, set damping, or let the"
-            " products run over more data."
+            f"The {matrix} is singular at this point, to the {digits} digits of {str(dtype).removeprefix('torch.')},"
+            f" and {percent(outside)} % of the outer gradient lies outside its range: the outer loss depends on"
+            f" directions that the inner problem does not determine, and {inverse.name} ignores them{left}. Add l2,"
+            " set damping, or let the products run over more data."
         )
     # A residual that is not a number is an error of its own, elsewhere.
     if residual is not None and residual > LONG and inverse.learner is not None and not stats.hvps:
         return (
-            f"{inverse.name} made x far too long (residual {residual:.2g}): it learnt far less curvature than the inner Hessian"
-            " has. Where a model fits its data, the gradients of the samples vanish, and the empirical Fisher matrix with them."
-            " Add l2, set damping, use fisher='exact', or refine it by Hessian products."
+            f"{inverse.name} made x far too long (residual {residual:.2g}): it learnt far less curvature than the"
+            " inner Hessian has. If a model fits its data, the gradients of the samples vanish, and so does the"
+            " empirical Fisher matrix. Add l2, set damping, use fisher='exact', or refine it by Hessian products."
         )
     if residual is not None and residual > POOR and stats.hvps:
         more = "" if inverse.steps_field is None else f" Give it more {inverse.steps_field};"

@@ -42,7 +42,7 @@ def resolve(inverse: str | AbstractInverse) -> AbstractInverse:
         return inverse
     if not isinstance(inverse, str):
         raise InputError(
-            f"An inverse is a name or an object such as nhgd.inverse.CG(); got a {type(inverse).__name__}."
+            f"An inverse must be a name or an object such as nhgd.inverse.CG(), got a {type(inverse).__name__}."
         )
     name, _, number = inverse.rpartition("-")
     if not (name and number.isdecimal()):
@@ -54,7 +54,7 @@ def resolve(inverse: str | AbstractInverse) -> AbstractInverse:
     cls = INVERSES[name]
     if number:
         if cls.steps_field is None:
-            raise InputError(f"{name} takes no number of steps, so {inverse!r} means nothing. Use {name!r}.")
+            raise InputError(f"{name} takes no number of steps, so {inverse!r} is not an inverse. Use {name!r}.")
         settings[cls.steps_field] = int(number)
     return INVERSES.make(name, **settings)
 

@@ -65,8 +65,8 @@ class Exact(Iterative):
     def _factorised(self, oracle: Oracle) -> Factorised:
         if oracle.numel > self.max_dim:
             raise InputError(
-                f"Exact would form a {oracle.numel} x {oracle.numel} matrix by {oracle.numel} Hessian products. Use cg, or raise"
-                f" max_dim (now {self.max_dim}) if you mean it."
+                f"Exact would form a {oracle.numel} x {oracle.numel} matrix by {oracle.numel} Hessian products. Use"
+                f" cg, or raise max_dim (now {self.max_dim}) if that is intended."
             )
         hessian = dense(oracle)
         hessian.diagonal().add_(self.damping)
@@ -129,7 +129,7 @@ class Factorised:
 
     def __init__(self, matrix: Tensor, dtype: torch.dtype) -> None:
         if not bool(torch.isfinite(matrix).all()):
-            raise NonFiniteError("Exact: the Hessian holds nan or inf.")
+            raise NonFiniteError("Exact: the Hessian contains nan or inf.")
         self.matrix = (matrix + matrix.T) / 2
         self._eps = eps = torch.finfo(dtype).eps
         self._scale = _equilibrating((matrix - matrix.T).abs_().div_(2 * eps).maximum(self.matrix.abs()))

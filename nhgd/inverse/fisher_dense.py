@@ -121,12 +121,12 @@ class FisherDense(Learned[DenseState]):
     def __post_init__(self) -> None:
         if not 0 < self.beta < 1:
             raise InputError(
-                f"FisherDense: beta must lie between 0 and 1, both excluded, got {self.beta}. It is the share of the last"
-                " estimate that a step keeps, and the update divides by it: try 0.95, or use update='average'."
+                f"FisherDense: beta must lie between 0 and 1, both excluded, got {self.beta}. It is the weight of the"
+                " last estimate in an update, which divides by it: try 0.95, or use update='average'."
             )
         if not 1 <= self.t0 < float("inf"):
             raise InputError(
-                f"FisherDense: t0, what the prior is worth in observations, must be at least 1, got {self.t0}."
+                f"FisherDense: t0, the weight of the prior in observations, must be at least 1, got {self.t0}."
             )
         positive("FisherDense", prior=self.prior, max_dim=self.max_dim)
         if self.limit is not None:
@@ -152,8 +152,8 @@ class FisherDense(Learned[DenseState]):
         if theta.numel > self.max_dim:
             raise InputError(
                 f"FisherDense would keep a {theta.numel} x {theta.numel} array"
-                f" ({theta.numel**2 * self.dtype.itemsize / 2**30:.1f} GiB). Use fisher_window or kfac, or raise max_dim"
-                f" (now {self.max_dim}) if you mean it."
+                f" ({theta.numel**2 * self.dtype.itemsize / 2**30:.1f} GiB). Use fisher_window or kfac, or raise"
+                f" max_dim (now {self.max_dim}) if that is intended."
             )
         return self._fresh(theta.numel, theta.device)
 
@@ -251,13 +251,14 @@ class FisherDense(Learned[DenseState]):
         if not moved.curvature / self.prior > abs(largest) * self.prior:
             return None
         energy = total / len(moved.matrix)
-        shown = f"the gradients show a mean curvature of {moved.curvature:.2g}, beside which the inverse,"
+        shown = f"the gradients show a mean curvature of {moved.curvature:.2g}, so the inverse,"
         shown += f" {largest:.2g} at most, is lost in rounding"
         if before.count > self.t0 and energy > before.curvature:
             times = math.sqrt(energy / before.curvature) if before.curvature > 0 else math.inf
             return (
-                f"{shown}: the gradient of this inner step is {times:.2g} times as long as those before it, so the inner loop"
-                " diverges. Lower inner_lr, or keep v where the inner problem is milder (project_v)."
+                f"{shown}: the gradient of this inner step is {times:.2g} times as long as those before it, so the"
+                " inner loop diverges. Lower inner_lr, or keep v where the inner problem is better conditioned"
+                " (project_v)."
             )
         return (
             f"{shown}. Either the inner loop has diverged, and inner_lr is too large, or gradients are of this size here, and"
@@ -278,8 +279,8 @@ class FisherDense(Learned[DenseState]):
 
     def _refuse_gradient(self, observed: int) -> None:
         raise NonFiniteError(
-            f"FisherDense: the gradient handed over at observation {observed} holds nan or inf. Lower inner_lr, or look at"
-            " the inner losses."
+            f"FisherDense: the gradient at observation {observed} contains nan or inf. Lower inner_lr, or check the"
+            " inner losses."
         )
 
     def _rows(self, record: InnerRecord) -> Tensor:
@@ -290,7 +291,7 @@ class FisherDense(Learned[DenseState]):
             row = record.raw if self.records == "raw" else record.row
             if self.records != "sample" and row is not None:
                 return row[None]
-        raise InputError(f"FisherDense(records='{self.records}') was handed a {type(record).__name__} of another kind.")
+        raise InputError(f"FisherDense(records='{self.records}') received a {type(record).__name__} of another kind.")
 
     def _gain(self, count: float) -> float:
         if self.update == "average":
@@ -348,8 +349,8 @@ class FisherDense(Learned[DenseState]):
             # On a GPU this would wait for all that is under way there; the hypergradient is looked at later in any case.
             if not x.is_cuda and not bool(torch.isfinite(x).all()):
                 raise NonFiniteError(
-                    "FisherDense: the solution holds nan or inf. Look at the right-hand side, and raise the damping or the"
-                    " l2."
+                    "FisherDense: the solution contains nan or inf. Check the right-hand side, and raise the damping"
+                    " or the l2."
                 )
             return x
 

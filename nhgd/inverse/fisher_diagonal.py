@@ -90,7 +90,7 @@ class FisherDiagonal(LayerMeans[FisherDiagonalState]):
             if self.factor_every != 1:
                 if self.overhead != OVERHEAD:
                     raise InputError(
-                        "FisherDiagonal: overhead chooses factor_every itself. Give either the overhead or the period."
+                        "FisherDiagonal: overhead chooses factor_every itself. Set either the overhead or the period."
                     )
                 object.__setattr__(self, "overhead", None)  # a period that is given takes the place of the default
 
@@ -147,8 +147,8 @@ class FisherDiagonal(LayerMeans[FisherDiagonalState]):
     def solve(self, state: FisherDiagonalState, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         if state.observed == 0:
             raise InputError(
-                "FisherDiagonal has observed no inner step yet, so there is nothing to invert. Run an inner step first, or"
-                " give inner_data."
+                "FisherDiagonal has observed no inner step yet, so there is nothing to invert. Run an inner step"
+                " first, or pass inner_data."
             )
         damping = resolve_damping(self.damping, ridge, lambda: float(state.diagonal.mean()))
         shift = ridge.diagonal(len(state.diagonal), state.diagonal.dtype, state.diagonal.device)

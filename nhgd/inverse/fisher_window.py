@@ -126,9 +126,9 @@ class FisherWindow(Periodic[WindowState]):
             return
         each = f" samples with {roots} rows each" if roots > 1 else " samples"
         raise InputError(
-            f"FisherWindow: a window of {self.window}{each} has {self.window * roots} rows, and the solve factorises a"
-            f" matrix of that size. Use a smaller window{' or fisher=' + repr('sampled') if roots > 1 else ''}, or pass"
-            " allow_large=True if you mean it."
+            f"FisherWindow: a window of {self.window}{each} has {self.window * roots} rows, and the solve factorises"
+            f" a matrix of that size. Use a smaller window{' or fisher=' + repr('sampled') if roots > 1 else ''}, or"
+            " pass allow_large=True if that is intended."
         )
 
     @property
@@ -221,7 +221,7 @@ class FisherWindow(Periodic[WindowState]):
             return NewRows(rows.shape[0], rows.shape[1], {"0": rows})
         if self.records == "batch" and isinstance(record, BatchGradient) and record.row is not None:
             return NewRows(1, 1, {"0": record.row[None, None]})
-        raise InputError(f"FisherWindow(records='{self.records}') was handed a {type(record).__name__}.")
+        raise InputError(f"FisherWindow(records='{self.records}') received a {type(record).__name__}.")
 
     def _allocate(self, state: WindowState, news: NewRows) -> WindowState:
         device = next(iter((news.rows or news.inputs).values())).device
@@ -275,7 +275,7 @@ class FisherWindow(Periodic[WindowState]):
         trace = float(gram.diagonal().dot(coefficients))
         if not isfinite(trace):
             raise NonFiniteError(
-                "FisherWindow: a gradient in the window holds nan or inf. Lower inner_lr, or look at the inner losses."
+                "FisherWindow: a gradient in the window contains nan or inf. Lower inner_lr, or check the inner losses."
             )
         damping = resolve_damping(self.damping, ridge, trace / size)
         shift = shift + damping
@@ -294,8 +294,8 @@ class FisherWindow(Periodic[WindowState]):
         factor, info = torch.linalg.cholesky_ex(system)
         if int(info) != 0:
             raise InputError(
-                "FisherWindow: the ridge and the damping are lost in rounding beside F. Pass a larger damping, or give the"
-                " problem a larger l2."
+                "FisherWindow: the ridge and the damping are lost in rounding against F. Pass a larger damping, or"
+                " give the problem a larger l2."
             )
 
         def apply(u: Tensor) -> Tensor:
@@ -310,8 +310,8 @@ class FisherWindow(Periodic[WindowState]):
             x = x.to(u)
             if not bool(torch.isfinite(x).all()):
                 raise NonFiniteError(
-                    "FisherWindow: the solution holds nan or inf. Look at the right-hand side, and raise the damping or"
-                    " the l2."
+                    "FisherWindow: the solution contains nan or inf. Check the right-hand side, and raise the"
+                    " damping or the l2."
                 )
             return x
 

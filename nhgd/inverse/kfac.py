@@ -94,8 +94,8 @@ class KFAC(AbstractKronecker[KroneckerState]):
         super().__post_init__()
         if self.solver == "cholesky" and self.invert_every is not None:
             raise InputError(
-                "KFAC: solver='cholesky' factorises with the ridge of each solve, so nothing can be kept from one solve to"
-                " the next. Leave invert_every at None, or use solver='eigen'."
+                "KFAC: solver='cholesky' factorises with the ridge of each solve, so factorisations cannot be"
+                " reused. Leave invert_every at None, or use solver='eigen'."
             )
 
     def _empty(self, starts: dict[str, int], sizes: dict[str, int]) -> KroneckerState:

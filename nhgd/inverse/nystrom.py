@@ -154,6 +154,6 @@ class _Approximation:
 def _eigenvalues(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Of a small symmetric matrix, on the CPU: a GPU's solver can fail on many equal eigenvalues."""
     if not bool(torch.isfinite(matrix).all()):
-        raise NonFiniteError("Nystrom: the columns of the Hessian hold nan or inf.")
+        raise NonFiniteError("Nystrom: the columns of the Hessian contain nan or inf.")
     values, vectors = torch.linalg.eigh(matrix.cpu())
     return values.to(matrix.device), vectors.to(matrix.device)

@@ -64,7 +64,7 @@ class Refined(AbstractInverse):
         counted("Refined", steps=self.steps)
         not_negative("Refined", tol=self.tol)
         if isinstance(self.inverse, Refined):
-            raise InputError("Refined cannot refine itself: give it more steps instead.")
+            raise InputError("Refined cannot refine itself: use more steps instead.")
 
     @property
     def follows_horizon(self) -> bool:

@@ -248,13 +248,15 @@ class Horizon:
             )
         if self.steps > SETTLED and self.far >= STREAK:
             return (
-                "theta is far from its inner optimum: a Newton step would be many times as long as theta itself. The hypergradient speaks of"
-                " a place where theta never arrives. Take more inner steps, a larger inner step, or l2."
+                "theta is far from its inner optimum: a Newton step would be many times as long as theta itself. The"
+                " hypergradient describes an optimum that theta never reaches. Take more inner steps, a larger inner"
+                " step, or l2."
             )
         if self.steps > SETTLED and self.lowest > 0 and self.recent > RISE * self.lowest:
             return (
-                f"The outer loss has risen {self.recent / self.lowest:.2g}-fold above its lowest mean, against what the hypergradient"
-                " predicts. Lower the outer step, take more inner steps, or look at the problem with nhgd check."
+                f"The outer loss has risen {self.recent / self.lowest:.2g}-fold above its lowest mean, against what"
+                " the hypergradient predicts. Lower the outer step, take more inner steps, or examine the problem"
+                " with nhgd check."
             )
         return None
 

@@ -210,8 +210,8 @@ class Loop:
             return [move(batch, self.problem.theta.device) for batch in self.inner.source]
         if int(count) > MOST_BATCHES:
             raise InputError(
-                f"batches = {count} would hold more than {MOST_BATCHES:,} inner batches at once. Use batches='all' for one pass over"
-                " the data, or fewer."
+                f"batches = {count} would keep more than {MOST_BATCHES:,} inner batches at once. Use batches='all'"
+                " for one pass over the data, or fewer."
             )
         return [self.inner_batch() for _ in range(int(count))]
 

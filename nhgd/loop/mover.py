@@ -118,8 +118,8 @@ class Mover:
             self.optimizer.step(closure)
         else:
             raise InputError(
-                f"LBFGS asks for the loss of {self.variable.role} several times a step, which this method cannot tell it there."
-                " Use another optimiser, for example torch.optim.Adam."
+                f"LBFGS asks for the loss of {self.variable.role} several times a step, which this method cannot"
+                " provide. Use another optimiser, for example torch.optim.Adam."
             )
         for target in self._targets:
             target.grad = None

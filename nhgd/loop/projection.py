@@ -51,6 +51,6 @@ def _apply(rule: Callable[[Any], Any], given: Any) -> None:
             given[name].copy_(tensor)
     elif found is not None and found is not given:
         raise InputError(
-            f"A projection must change what it is given in place or return the like of it; it returned a"
+            "A projection must change its argument in place or return a value of the same form; it returned a"
             f" {type(found).__name__}."
         )

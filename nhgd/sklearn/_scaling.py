@@ -64,8 +64,8 @@ class Scaling:
             if bool(far.any()):
                 row, feature = (int(place) for place in torch.nonzero(far)[0])
                 raise InputError(
-                    f"Trusted sample {start + row} lies too far from all others in feature {feature} to compute with. Correct it,"
-                    " or leave the sample or the feature out."
+                    f"Trusted sample {start + row} is too far from all others in feature {feature} to compute with."
+                    " Correct it, or leave the sample or the feature out."
                 )
         return rows
 
@@ -79,10 +79,10 @@ class Scaling:
         strange = told & ((shift > 2) | (spread > 4) | (spread < 1 / 4))
         if strange.sum() > told.sum() / 2:
             warnings.warn(
-                f"The trusted samples are on another scale than X: {int(strange.sum())} of {int(told.sum())} features have another"
-                " mean or spread. The steps of a Pipeline before this one transform X alone: let X_trusted go through them too"
-                " (Pipeline(..., transform_input=['X_trusted']), or pipeline[:-1].transform(X_trusted)), or leave the scaler out,"
-                " because features are standardised here.",
+                f"The trusted samples are on another scale than X: {int(strange.sum())} of {int(told.sum())} features"
+                " have another mean or spread. Earlier steps of a Pipeline transform X only: pass X_trusted through"
+                " them too (Pipeline(..., transform_input=['X_trusted']), or pipeline[:-1].transform(X_trusted)), or"
+                " omit the scaler, because features are standardised here.",
                 TrustedScaleWarning,
                 stacklevel=3,
             )

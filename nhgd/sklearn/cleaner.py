@@ -52,10 +52,15 @@ class NoTrustedSetWarning(UserWarning):
 
     def __init__(self, held_out: int, samples: int) -> None:
         self.finding = (
-            f"No trusted set was given, so {held_out} of the {samples} samples were held out to judge the rest, with labels that"
-            " may be wrong."
+            f"No trusted set was given, so {held_out} of the {samples} samples were held out to judge the rest,"
+            " although their labels may be wrong."
         )
-        super().__init__(f"{self.finding} A few samples with right labels, as X_trusted and y_trusted, do better.")
+        super().__init__(
+            (
+                f"{self.finding} A few samples with correct labels, given as X_trusted and y_trusted, would"
+                " give better results."
+            )
+        )
 
 
 class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
@@ -164,8 +169,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             raise InputError("Give X_trusted and y_trusted together, or neither.")
         if pred_probs is not None and X_trusted is not None:
             raise InputError(
-                "Give pred_probs or a trusted set, not both: nobody knows what the model behind pred_probs says of trusted"
-                " samples."
+                "Give pred_probs or a trusted set, not both: pred_probs has no predictions for the trusted samples."
             )
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
@@ -303,7 +307,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         X, y = validate_data(self, X, y, dtype=np.float64, reset=False)
         unknown = np.setdiff1d(y, self.classes_)
         if len(unknown):
-            raise InputError(f"The trusted set holds labels that y does not: {unknown[:5].tolist()}.")
+            raise InputError(f"The trusted set contains labels that y does not: {unknown[:5].tolist()}.")
         codes = np.searchsorted(self.classes_, y)
         counts = np.bincount(codes, minlength=len(self.classes_))
         if (counts < 2).any():

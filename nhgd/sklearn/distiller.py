@@ -108,8 +108,8 @@ class DatasetDistiller(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  #
             raise InputError("DatasetDistiller needs labels of at least two classes, but y has one class only.")
         if self.per_class > len(codes):
             raise InputError(
-                f"DatasetDistiller: per_class is {self.per_class}, more than the {len(codes)} samples of X."
-                " Ask for far fewer than there are."
+                f"DatasetDistiller: per_class is {self.per_class}, more than the {len(codes)} samples of X. Ask for"
+                " far fewer."
             )
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))

@@ -48,8 +48,8 @@ def read(dataset: str, preferred: str, data: str | Path | None) -> Images:
     if dataset == "auto":
         return Images(*digits(), test=None)
     raise InputError(
-        f"{'MNIST' if name == 'mnist' else name} was asked for, but no folder was named. Download it with `nhgd data fetch"
-        f" {name}`, or point --data or NHGD_DATA at its IDX files."
+        f"{'MNIST' if name == 'mnist' else name} was requested, but no folder was given. Download it with `nhgd data"
+        f" fetch {name}`, or point --data or NHGD_DATA at its IDX files."
     )
 
 

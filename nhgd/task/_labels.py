@@ -58,12 +58,12 @@ def with_every_class(labels: Tensor, start: int, stop: int, classes: int) -> Ten
         mine = outside[labels[outside] == c]
         if not len(mine):
             raise InputError(
-                f"There is no sample of class {c} among the {len(labels)} to choose from, and trusted samples of all"
+                f"There is no sample of class {c} among the {len(labels)} samples, but trusted samples of all"
                 f" {classes} classes are needed. Add some."
             )
         often = int(torch.bincount(here, minlength=classes).argmax())
         if int((here == often).sum()) < 2:
-            raise InputError(f"{stop - start} samples cannot hold all {classes} classes. Ask for more.")
+            raise InputError(f"{stop - start} samples cannot contain all {classes} classes. Ask for more.")
         a, b = int((order == mine[0]).nonzero()), start + int((here == often).nonzero()[0])
         order[a], order[b] = order[b].clone(), order[a].clone()
     return order

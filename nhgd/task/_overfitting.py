@@ -36,10 +36,10 @@ def overfitting(first: Row, best: Row, end: Row, by_loss: bool) -> dict[str, flo
     if rise > WORST_RISE or gap > WORST_GAP:
         remedy = "" if by_loss else ", or weights=loss, which has two parameters in place of one for each sample"
         warnings.warn(
-            "The weights overfit the trusted samples: at the end the loss is"
-            f" {end['outer_loss']:.3g} on those and {end['evaluation_loss']:.3g} on the evaluation split, where it was"
-            f" {best['evaluation_loss']:.3g} after step {best['step']:g}. Use the numbers of that step, which are those"
-            f" without final_. To reduce overfitting, use fewer outer steps or more trusted samples{remedy}.",
+            f"The weights overfit the trusted samples: at the end the loss is {end['outer_loss']:.3g} on those and"
+            f" {end['evaluation_loss']:.3g} on the evaluation split, up from {best['evaluation_loss']:.3g} after step"
+            f" {best['step']:g}. Use the metrics of that step, the ones without final_. To reduce overfitting, use"
+            f" fewer outer steps or more trusted samples{remedy}.",
             OverfittingWarning,
             stacklevel=2,
         )

@@ -151,7 +151,7 @@ class Cleaning(AbstractTask):
                 positive("cleaning", **{name: getattr(self, name)})
         if not 0 <= self.noise < 1:
             raise InputError(
-                f"cleaning: noise is the share of the training labels that are touched, from 0 to below 1; got {self.noise}."
+                f"cleaning: noise is the share of training labels to corrupt, at least 0 and below 1; got {self.noise}."
             )
         for name in ("momentum", "trusted_inside"):
             share = getattr(self, name)
@@ -211,8 +211,7 @@ class Cleaning(AbstractTask):
             )
         if m < CLASSES or e < 1:
             raise InputError(
-                f"cleaning: {samples} samples are too few to set aside {CLASSES} trusted ones and some for evaluation. Give"
-                " more."
+                f"cleaning: {samples} samples are too few for {CLASSES} trusted ones and some for evaluation. Use more."
             )
         return n, m, e
 

@@ -108,9 +108,9 @@ class Processes(Group):
         if missing:
             count = self.roles.world
             raise InputError(
-                "distributed execution needs several processes, and this one was started alone (no"
-                f" {', '.join(missing)} in its environment). Start the program by torchrun --nproc-per-node {count} PROGRAM, or"
-                " use the command line: nhgd run TASK --execution distributed."
+                "distributed execution needs several processes, but this one was started alone (no"
+                f" {', '.join(missing)} in its environment). Start the program by torchrun --nproc-per-node {count}"
+                " PROGRAM, or use the command line: nhgd run TASK --execution distributed."
             )
         if is_local(os.environ["MASTER_ADDR"]):
             stay_local(os.environ)
@@ -128,8 +128,8 @@ class Processes(Group):
                 store = keep_store(host, port, self.timeout, shared=True)
             except (RuntimeError, OSError) as error:
                 raise RunError(
-                    f"{self.roles.called(0)} cannot listen at {host}:{port}. Set MASTER_ADDR to an address of its machine, and"
-                    " MASTER_PORT to a port that is free."
+                    f"{self.roles.called(0)} cannot listen at {host}:{port}. Set MASTER_ADDR to an address of its"
+                    " machine, and MASTER_PORT to a free port."
                 ) from error
         else:
             store = _within(limit + 1.0, lambda: find_store(host, port, limit))
@@ -169,8 +169,8 @@ class Processes(Group):
         if not _agent_keeps_store():
             return self._absent([0], limit)
         return RunError(
-            f"The store of the agent at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where the processes meet, could"
-            f" not be reached within {limit:g} s. Look at the network between the machines."
+            f"The store of the agent at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, where the processes"
+            f" meet, could not be reached within {limit:g} s. Check the network between the machines."
         )
 
     def _connect(self, device: torch.device, store: Any, patience: timedelta) -> None:
@@ -193,8 +193,8 @@ class Processes(Group):
         others = [other for other in range(self.roles.world) if other != self.rank]
         names = " and ".join(map(self.roles.called, others))
         unknown = PeerError(
-            f"{names} arrived, but could not be connected to {self.roles.called(self.rank)} within {limit:g} s. Look at"
-            " the network between them, and at GLOO_SOCKET_IFNAME.",
+            f"{names} arrived, but could not be connected to {self.roles.called(self.rank)} within {limit:g} s. Check"
+            " the network between them, and GLOO_SOCKET_IFNAME.",
             others[0] if len(others) == 1 else None,
             self.roles.role(others[0]) if len(others) == 1 else None,
             limit,

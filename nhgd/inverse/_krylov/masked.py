@@ -110,4 +110,4 @@ def _looked_at(owner: str, bad: float, doubt: float) -> None:
     if bad:
         raise NonFiniteError(f"{owner}: the curvature along a search direction is not finite.")
     if doubt:
-        raise tape.NotRepeatable(f"{owner} met curvature that vanishes or is negative, and has to look at its numbers")
+        raise tape.NotRepeatable(f"{owner} met zero or negative curvature, and must read its values on the host")

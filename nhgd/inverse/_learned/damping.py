@@ -60,5 +60,5 @@ def refuse_singular(owner: str, shift: Tensor, observed: bool) -> None:
 def damped(learner: L, damping: float) -> L:
     """The same inverse with this damping in place of its own."""
     if "damping" not in {f.name for f in fields(learner)}:
-        raise InputError(f"{learner.name} has no damping to adapt, so it cannot precondition inner steps. Use kfac.")
+        raise InputError(f"{learner.name} has no adaptive damping, so it cannot precondition inner steps. Use kfac.")
     return replace(learner, **{"damping": damping})

@@ -77,8 +77,8 @@ class AbstractKronecker(LayerMeans[T]):
             if (self.factor_every, self.invert_every) != (own["factor_every"], own["invert_every"]):
                 if self.overhead != OVERHEAD:
                     raise InputError(
-                        f"{owner}: overhead chooses factor_every and invert_every itself. Give either the overhead or the"
-                        " periods."
+                        f"{owner}: overhead chooses factor_every and invert_every itself. Set either the overhead or"
+                        " the periods."
                     )
                 object.__setattr__(self, "overhead", None)  # periods that are given take the place of the default
 
@@ -106,8 +106,8 @@ class AbstractKronecker(LayerMeans[T]):
         assert isinstance(record, LayerStatistics)
         if not record.layers and not state.inputs:
             raise InputError(
-                f"{type(self).__name__} works on the inputs and scores of Linear and Conv2d layers, and no such layer holds"
-                " a parameter of theta. Use fisher_window, which takes any model, or fisher_diagonal."
+                f"{type(self).__name__} works on the inputs and scores of Linear and Conv2d layers, and no such layer"
+                " holds a parameter of theta. Use fisher_window, which supports any model, or fisher_diagonal."
             )
         samples = batch_samples(record)
         beta = self.beta if self.effort is None else self.effort.beta(self.beta, samples, state.observed)
@@ -215,12 +215,12 @@ class AbstractKronecker(LayerMeans[T]):
         """All of a solve that does not need its right-hand side, and the notes on it."""
         if state.observed == 0:
             raise InputError(
-                f"{type(self).__name__} has observed no inner step yet, so there is nothing to invert. Run an inner step"
-                " first, or give inner_data."
+                f"{type(self).__name__} has observed no inner step yet, so there is nothing to invert. Run an inner"
+                " step first, or pass inner_data."
             )
         shift = ridge.value
         if tape.tape() is not None and not isinstance(shift, float):
-            raise tape.NotRepeatable("the ridge is no single number")
+            raise tape.NotRepeatable("the ridge is not a single number")
         low, high = (shift, shift) if isinstance(shift, float) else (float(r) for r in shift.aminmax())
         damping = resolve_damping(self.damping, ridge, lambda: self.mean_diagonal(state))
         notes: dict[str, Any] = {"damping": damping} | statistics_note(state.batch_objective)

@@ -132,7 +132,7 @@ def fit(state: WindowState, news: NewRows) -> None:
     if not same:
         raise InputError(
             "FisherWindow: the layers that inner() calls, or the number of outputs, changed between inner steps. Use"
-            " records='sample' for the former; keep the latter fixed."
+            " records='sample' for the former; keep the number of outputs fixed."
         )
     for name, tensor in news.inputs.items():
         places = tensor.shape[1]

@@ -54,7 +54,7 @@ class JetNet(nn.Module):
         if len(sizes) < 2 or min(sizes) < 1 or sizes[-1] != 1:
             raise InputError(f"A network needs inputs, hidden widths and one output, such as (3, 32, 1); got {sizes}.")
         if not 0 <= space <= sizes[0]:
-            raise InputError(f"A network of {sizes[0]} coordinates cannot have {space} in space.")
+            raise InputError(f"A network of {sizes[0]} coordinates cannot have {space} spatial ones.")
         self.sizes = tuple(sizes)
         self.space = space
         self.layers = nn.ModuleList(glorot(sizes, seed))
