@@ -184,7 +184,7 @@ def tell(answer: dict[str, Any]) -> None:
     accuracy, tests = answer["accuracy"]["cleaned"], answer["test_samples"]
     error = (accuracy * (1 - accuracy) / tests) ** 0.5
     out.print(
-        (f"\n{tests} test images determine an accuracy to about {error:.3f}; another --seed splits them differently.")
+        f"\n{tests} test images determine an accuracy to about {error:.3f}; another --seed splits them differently."
     )
     out.print(f"\nPicture: {answer['picture']}   (all in {answer['seconds']:.0f} s)\n")
     out.print("Try next:")

@@ -216,7 +216,7 @@ class Resuming:
             deadline.check()
         if have < self.expected.size:
             raise OSError(
-                (f"the connection broke after {have} of {self.expected.size} bytes; call again to continue from there")
+                f"the connection broke after {have} of {self.expected.size} bytes; call again to continue from there"
             )
         right = self._is_right()
         if not right and not begun:

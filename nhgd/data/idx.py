@@ -151,6 +151,6 @@ def read_images(folder: Path) -> ImageSet:
     if here != there:
         sizes = " and ".join(" x ".join(map(str, shape)) for shape in (here, there))
         raise InputError(
-            (f"{folder}: the training and test images must have the same size, but they have {sizes} pixels.")
+            f"{folder}: the training and test images must have the same size, but they have {sizes} pixels."
         )
     return ImageSet(**arrays)

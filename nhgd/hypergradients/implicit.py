@@ -53,10 +53,10 @@ class Complaints:
             return
         self.spoken = True
         _warn(
-            (
+
                 f"{stats.trouble} This warning is given once a run; poor_solves in its stats counts the affected outer"
                 " steps."
-            )
+
         )
 
     def say(self, doubt: str | None) -> None:
@@ -148,7 +148,7 @@ def _vanished(size: int, uu: float, ux: float, xx: float) -> bool:
 def _leave_if_vanished(size: int, uu: float, ux: float, xx: float) -> None:
     if _vanished(size, uu, ux, xx):
         raise tape.NotRepeatable(
-            ("the gradients of the samples may have vanished, which only a Hessian product can show")
+            "the gradients of the samples may have vanished, which only a Hessian product can show"
         )
 
 

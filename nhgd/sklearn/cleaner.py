@@ -56,10 +56,10 @@ class NoTrustedSetWarning(UserWarning):
             " although their labels may be wrong."
         )
         super().__init__(
-            (
+
                 f"{self.finding} A few samples with correct labels, given as X_trusted and y_trusted, would"
                 " give better results."
-            )
+
         )
 
 
