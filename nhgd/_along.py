@@ -241,7 +241,7 @@ class _Looking:
             found: dict[str, Any] = dict.fromkeys(("cosine", "relative_error", "cosine_damped", "residual", "error"))
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", InverseWarning)  # the row tells
+                    warnings.simplefilter("ignore", InverseWarning)  # the row shows it
                     there = Oracle(self._problem, self._batches, self._outer_batch, self._seed)
                     there.damp(damping if follows_horizon(inverse) else 0.0)
                     made = implicit(there, inverse, state(), outer=outer, **more)

@@ -36,12 +36,12 @@ LARGE = 2**20  # numbers: larger arrays are not in a cache, and come from the sy
 BUILD_UP = 10  # outer steps
 BUILD_UP_SHARE = 6.0  # how many times the overhead these may take
 MORE_PASSES = 2  # times as many passes as later an outer step of these may take
-BRIEF_RECORD = 0.002  # seconds: so small a model has a record and its decompositions at the end of every inner loop, whatever their share
-BRIEF = 0.02  # seconds of an outer step's curvature that nobody waits for in these steps, and with a window in all, whatever their share
+BRIEF_RECORD = 0.002  # seconds: below it a model has a record and its decompositions at the end of every inner loop, whatever their share
+BRIEF = 0.02  # seconds of curvature in an outer step that are always allowed: in these steps, and with a window in all
 FEWEST = 32  # samples of a record, where the batch has them: fewer cost as much
 FEW_PLACES = 8  # of a sample
 FEW_ITERATIONS = 5  # of conjugate gradients in a solve
-NEEDED = 4  # samples for each row of the widest factor before it is first inverted, where they can be had
+NEEDED = 4  # samples for each row of the widest factor before it is first inverted, if possible
 ENOUGH = 8  # that a running mean holds later
 
 
@@ -111,7 +111,7 @@ class Priced(TorchDispatchMode):
         result = func(*args, **kwargs)
         prices = self.prices
         if func is torch.ops.aten._to_copy.default:
-            return result  # how many casts autocast makes depends on where it was begun, and a budget must not
+            return result  # the number of autocast's casts depends on where it was entered, and a budget must not
         self.seconds += prices.call
         if not func.is_view:
             given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -252,7 +252,7 @@ class Budget:
         rows = max(min(rows, FEWEST), min(rows, int((pays - fixed) / one)))
         left = total - length * (fixed + one * rows)
         end = ceil(length / a_loop)
-        least = 1 if end == 1 else 2  # the first is of too few samples where they do not fit into one inner loop
+        least = 1 if end == 1 else 2  # the first has too few samples if they do not fit into one inner loop
         count = max(least, min(3, int(left / invert))) if invert > 0 else 1
         outer = (1, max(end, 5)) if count == 2 else (1, max(end, 3), BUILD_UP)[:count]
         more = int((left - count * invert) / (length * one))

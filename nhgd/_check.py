@@ -194,7 +194,7 @@ def named(
     if not asked:
         raise InputError("inverses is empty. Name some, for example ['kfac', 'cg'], or omit it for all of them.")
     labels = [i if isinstance(i, str) else label(i) for i in asked]
-    # Two of one kind are told apart by their settings.
+    # Two of one kind differ in their settings.
     return [(n if labels.count(n) == 1 else repr(i), resolve(i)) for n, i in zip(labels, asked, strict=True)]
 
 
@@ -232,11 +232,11 @@ def _row(
     row |= {"error": None, "notes": {}}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", InverseWarning)  # the row tells
+            warnings.simplefilter("ignore", InverseWarning)  # the row shows it
             with PeakMemory() as peak:
                 state = learn(inverse, problem, training_batches, seed)
                 found, at, seconds = work()
-            if seconds < SLOW:  # a second run is timed: the first one paid for what is made once, and for being watched
+            if seconds < SLOW:  # a second run is timed: the first also paid for one-time work and for being watched
                 found, at, seconds = work()
             found = measured(at, inverse, found)
     except InputError as error:

@@ -123,7 +123,7 @@ def _(inverse: Nystrom, shape: Shape) -> Work:
 @work.register
 def _(inverse: Refined, shape: Shape) -> Work:
     inside = work(inverse.inverse, shape)
-    # What is factorised is so once; the rest of a solve comes at each step.
+    # Factorisations are done once; the rest of a solve at each step.
     once = [o for o in inside.solve if o.kind in ("eigh", "cholesky")]
     each = [o._replace(times=o.times * (inverse.steps + 1)) for o in inside.solve if o not in once]
     return Work(inside.step, [*_products(inverse.steps + 1, shape), *once, *each], inside.record_bytes)

@@ -54,7 +54,7 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# How torch and NumPy say so where they raise no error of its own kind; the last three are sizes beyond any memory.
+# What torch and NumPy say if they raise no specific error; the last three are sizes beyond any memory.
 _FULL = (
     "can't allocate memory",
     "not enough memory",

@@ -40,7 +40,7 @@ from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
 from nhgd.record import InnerRecord
 
-PASSES = 8  # calls of a model whose layers are held, with their graphs, for a loss of the user's own
+PASSES = 8  # calls of a model whose layers are kept, with their graphs, for the user's own loss
 ASSUMED = "the mean over samples of weight one"  # of a loss of the user's own
 
 
@@ -301,7 +301,9 @@ class Observer:
             try:
                 with torch.no_grad():
                     record = recorder.of_layers(seen)
-            except InputError as error:  # told when the curvature is asked for: a backward pass must not fail for it
+            except (
+                InputError
+            ) as error:  # raised when the curvature is requested: a backward pass must not fail because of it
                 self._refusal = str(error)
                 return
         self._differentiated(record)

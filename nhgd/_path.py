@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nhgd.errors import InputError
 
-ROOM = 80  # bytes for the names of what is put into a folder
+ROOM = 80  # bytes reserved for the names of files inside a folder
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),

@@ -63,9 +63,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         try:
             with redirect_stdout(sys.stderr):  # where a command prints one JSON object and nothing else
                 found: Any = entry.load()
-        except (
-            KeyboardInterrupt
-        ) as stop:  # which is nobody's fault; but should it come from the package, it can be found
+        except KeyboardInterrupt as stop:  # which is rarely the package's fault, but if it is, the note names it
             stop.args = (str(stop) or f"The {self.kind} {entry.name!r} {_owner(entry)} was being loaded.",)
             raise
         except BaseException as error:

@@ -112,9 +112,9 @@ class Solver:
         self.executor = executions.resolve(execution, max_lag=max_lag)
         refuse_idle(self.executor, self.algorithm)
         self.metrics, self.metrics_every = metrics, metrics_every
-        self._unfinished = False  # whether steps were taken that other processes were not told the end of
+        self._unfinished = False  # whether steps were taken whose result the other processes have not received
         self._stopping = False
-        self.watch: Callable[[Row], None] | None = None  # looks at each row of `run`, and leaves everything as it is
+        self.watch: Callable[[Row], None] | None = None  # sees each row of `run`, and changes nothing
         self._checkpoints = Checkpoints(checkpoint, checkpoint_every, overwrite, self.executor)
         settings = LoopSettings(
             inner_steps, inner_lr, outer_lr, inner_optimizer, outer_optimizer, project, project_v, outer_clip
@@ -243,7 +243,7 @@ class Solver:
         taken = advance_by(self.algorithm, self._progress, self._checkpoints, self._captured, most, before)
         row = taken[-1].row
         if self.metrics is not None and (row["step"] % self.metrics_every == 0 or row["step"] == 1):
-            row |= self.evaluate()  # it may raise: the step is taken, and its row stands
+            row |= self.evaluate()  # it may raise: the step is complete, and its row stays
         self._progress.whole = True
         return taken
 

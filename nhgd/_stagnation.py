@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SHORTEST = 30  # outer steps; fewer tell nothing
+SHORTEST = 30  # outer steps; fewer are not informative
 STRAIGHT = 0.6  # of the way of v that is left when its turns are taken off: noise about an optimum leaves less
 SLIGHT = 1e-3  # of the outer loss: a fall that does not count, or a slope that promises none
-NOISY = 0.05  # of the outer loss: noise of its means from which on nothing can be told
+NOISY = 0.05  # of the outer loss: with noisier means no statement is made
 
 
 class StagnationWarning(UserWarning):
@@ -61,7 +61,7 @@ class Trajectory:
             return None
         quarter = steps // 4
         end = self.losses[-quarter:]
-        middle = self.losses[steps // 2 - quarter : steps // 2]  # theta is trained by then, whatever v does
+        middle = self.losses[steps // 2 - quarter : steps // 2]  # theta is trained by then, independently of v
         if moved < 0.01 * size and not held and _stood(middle, end, level):
             return (
                 f"The outer loss has not fallen: {fmean(middle):.4g} before the middle of {steps} outer steps, {fmean(end):.4g} at"

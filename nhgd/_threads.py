@@ -132,7 +132,7 @@ def suited_to(value: Callable[[], Tensor], leaves: Sequence[Tensor]) -> int | No
                 return None
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
                 torch.autograd.grad(value(), leaves, allow_unused=True)
-    except Exception:  # whatever it is, the caller will meet it too, and say it better
+    except Exception:  # the caller will hit the same error and report it better
         return None
     return suited(found.flops, device)
 

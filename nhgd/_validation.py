@@ -59,7 +59,7 @@ def _checked_first(own: Callable[[Any], None]) -> Callable[[Any], None]:
                 _check_choice(type(self).__name__, name, getattr(self, name), hint)
             return
         refusal, value = wrong
-        if value is None or isinstance(value, _PLAIN):  # of what else there is only this knows how to speak
+        if value is None or isinstance(value, _PLAIN):  # other callables cannot be described
             try:
                 own(self)
             except InputError:
@@ -194,7 +194,7 @@ def fitted(value: Any, hint: Any) -> Any:
     if origin in (tuple, Sequence, list):
         return _several(value, hint, origin)
     if origin in (Iterable, Iterator) or not isinstance(origin, type):
-        return value  # walked over later, or no type at all: Any, a variable of types, a name that nobody knows here
+        return value  # checked later, or not a type: Any, a type variable, an unknown name
     return value if isinstance(value, origin) else _NOTHING
 
 

@@ -275,7 +275,7 @@ class Bilevel:
             losses.check_finite()
             self.check_ridge()
             data = losses.mean()
-            # Without the ridge, which depends on theta whatever inner() does.
+            # Without the ridge, which always depends on theta.
             in_theta = _gradients(data, self.theta.leaves)
             in_v = _gradients(data + self.ridge(), self.v.leaves)
             value = self._on("outer", outer_batch, self.outer_value)

@@ -204,9 +204,8 @@ class LayerStatistics:
     weights: Tensor | None  # (B,)
     samples: int
     reduction: Reduction | None = field(default=None, repr=False, compare=False)
-    batch_objective: bool = (
-        False  # whether BatchNorm in training mode couples the samples: scores are of the batch objective
-    )
+    # Whether BatchNorm in training mode couples the samples: scores are of the batch objective
+    batch_objective: bool = False
 
 
 InnerRecord: TypeAlias = BatchGradient | PerSampleGradients | LayerStatistics

@@ -44,7 +44,7 @@ class Variable:
         self._given: Given = given
         self._frozen: dict[str, Tensor] = {}
         if isinstance(given, nn.Module):
-            # torch.compile and DistributedDataParallel wrap a module; names and leaves are those of the module inside.
+            # torch.compile and DistributedDataParallel wrap a module; names and leaves are those of the inner module.
             self.root, self._given = _inside(given), _unparalleled(given)
             named: dict[str, Tensor] = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
         elif isinstance(given, Tensor):
@@ -174,7 +174,7 @@ class Variable:
         recurrent = set()
         for places, tensor in zip(self._places, tensors, strict=True):
             for module, name in places:
-                # Attribute assignment insists on nn.Parameter; what is put here may be any tensor of a graph.
+                # Attribute assignment insists on nn.Parameter, but this may be any tensor of a graph.
                 module._parameters[name] = tensor  # type: ignore[assignment]  # torch takes tensors here, and says parameters
                 if hasattr(module, "_flat_weights_names"):
                     recurrent.add(module)

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nhgd
+from nhgd._recording.lagged_cross import LaggedCross
 from nhgd._recording.recognition import recognise
 from nhgd._recording.recorder import Recorder
-from nhgd._recording.weighing import LaggedCross, Weighing
+from nhgd._recording.weighing import Weighing
 from nhgd.algorithm import NHGD
 from nhgd.inverse import CG, KFAC, FisherDense, FisherWindow, Identity, Refined
 from nhgd.objective import Objective

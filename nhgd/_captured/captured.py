@@ -33,7 +33,7 @@ from nhgd.loop.horizon import Horizon
 WARM_UP_STEPS = 3  # outer steps that run eagerly first: checks that are made once are made there
 STEPS_PER_CALL = 64  # replayed before the caller regains control
 MAX_GRAPHS = 128  # captured steps that are kept, one for each signature
-GRAPHS_AT_ONCE = 16  # from so many on, a signature must be met twice before its step is captured
+GRAPHS_AT_ONCE = 16  # beyond these, a signature must occur twice before its step is captured
 COMPARISONS = 2  # with an eager step before a captured one is replayed ...
 FULLY_COMPARED = 4  # ... for so many captured steps; one comparison for each of the others
 RECOMPARE_AFTER = 1000  # replays

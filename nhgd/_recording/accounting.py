@@ -21,7 +21,7 @@ from nhgd.errors import InputError
 from nhgd.record import LayerRecord
 
 Scores: TypeAlias = "Sequence[Tensor | None]"
-# The node in which a graph ends at a parameter has no public name. A view has a grad_fn, whatever its annotation says.
+# The node at which a graph ends in a parameter has no public name. A view has a grad_fn, despite its annotation.
 _LEAF: type[Any] = type(torch.zeros((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 _NORM = "BatchNorm"

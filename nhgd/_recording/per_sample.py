@@ -68,7 +68,7 @@ class OneSampleGradients:
                     if isinstance(error, InputError):
                         raise
                     self.slow = True
-                    set_states(before, self.problem.theta.device)  # a run that goes on later knows, and does not try
+                    set_states(before, self.problem.theta.device)  # a resumed run knows it and does not try
                     warnings.warn(
                         "Per-sample gradients could not be vectorised"
                         f" ({str(error).splitlines()[0]}); one backward pass for each sample is used instead.",

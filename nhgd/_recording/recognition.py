@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from nhgd._randomness import unmoved
-from nhgd._recording.weighing import LaggedCross, Weighing
+from nhgd._recording.lagged_cross import LaggedCross
+from nhgd._recording.weighing import Weighing
 from nhgd.data.batch import Batch
 from nhgd.objective import Objective
 from nhgd.problem import Bilevel

@@ -197,7 +197,7 @@ class Recorder(Tap):
             wrt: Any = (*leaves, *found.edges)
             given = torch.autograd.grad(constant, wrt, allow_unused=True, retain_graph=keep or None)
         found.own, found.scores = list(given[: len(leaves)]), given[len(leaves) :]
-        found.passes += not self._takes_roots(found)  # else the first record alone takes them, to fall back on
+        found.passes += not self._takes_roots(found)  # otherwise only the first record takes them, as a fallback
 
     @override
     def agree(self, reduction: Reduction) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from nhgd import _tape as tape
 from nhgd.record import Convolution, LayerRecord, LayerStatistics
 
-Draw: TypeAlias = Callable[[int, int], Tensor]  # so many places out of so many for each sample, with replacement
+Draw: TypeAlias = Callable[[int, int], Tensor]  # `count` of `total` places for each sample, with replacement
 
 
 class Sampling(NamedTuple):
@@ -77,7 +77,7 @@ class Sampling(NamedTuple):
             scores = tuple(tuple(s[at] for s in call) for call in scores)
         layer = replace(layer, raw_inputs=inputs, raw_scores=scores, scale=scale)
         counts = {_places(layer.convolution, call[0]) for call in scores}
-        # Several calls share their places alike; the groups of a convolution are rare, and their patches small.
+        # Several calls use the same places; grouped convolutions are rare, and their patches small.
         if self.places is None or len(counts) != 1 or layer.groups != 1:
             return layer
         count = counts.pop()

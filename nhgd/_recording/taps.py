@@ -161,7 +161,7 @@ class Taps:
         if not isinstance(module, (nn.Linear, nn.Conv2d)):
             return None
         name = self.names.get(id(held(module, "weight")))
-        # Keyword arguments do not reach the hook; what is not noted here counts among the other parameters.
+        # Keyword arguments do not reach the hook; layers called with them count among the other parameters.
         if name is None or not args or not isinstance(output, Tensor) or not output.requires_grad:
             return None
         given = args[0]

@@ -25,7 +25,7 @@ from nhgd.likelihood import AbstractLikelihood
 from nhgd.losses import Losses
 from nhgd.record import LayerRecord
 
-FORMS = 16  # of the graph that are looked at as soon as they appear; later ones now and then
+FORMS = 16  # of the graph that are verified when they first appear; later ones now and then
 
 
 class Verification:
@@ -41,7 +41,7 @@ class Verification:
         self.taps = taps
         self.unaccounted: set[str] = set()
         self.recorded: dict[str, str | None] = {}
-        self._forms: dict[int, set[str]] = {}  # of graphs that were verified, with the layers that told nothing there
+        self._forms: dict[int, set[str]] = {}  # of verified graphs, with the layers that were not informative there
         self._records = 0
         self.likely = False
 

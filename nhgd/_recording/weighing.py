@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +37,8 @@ from nhgd.objective import Objective, OracleCalls, Pass, Tap, twice_differentiab
 from nhgd.problem import Bilevel
 from nhgd.record import InnerRecord, Reduction
 
-FAINT = 1e-20  # of the largest weight: a seed that leaves no trace in a sum, and yet tells the gradient of its sample
+FAINT = 1e-20  # of the largest weight: a seed too small to change a sum, from which the gradient of its sample can still be recovered
 FAINTEST = 1e-30  # the least seed whose scores are ordinary numbers of float32 and bfloat16
-PART = 3  # lagged products that are worth one: of a gradient's three products with each layer, forward, back and back, it takes one
 Source: TypeAlias = Literal["scores", "forward", "graph"]
 Terms: TypeAlias = "list[Tensor | None]"
 
@@ -218,80 +217,6 @@ class Weighing:
         return [torch.zeros_like(p) if t is None else t for t, p in zip(terms, self.problem.v.leaves, strict=True)]
 
 
-class LaggedCross:
-    """The mean cross derivative of the inner steps of one loop along a vector that is known before them.
-
-    Args:
-        weighing: how v enters.
-        x: the vector, (D,).
-        workers: how many share each batch.
-    """
-
-    def __init__(self, weighing: Weighing, x: Tensor, workers: int = 1) -> None:
-        problem = weighing.problem
-        self.weighing = weighing
-        self.along = problem.theta.unflatten(x)
-        self.workers = workers
-        self.steps = 0
-        self._waiting: list[tuple[Tensor, Tensor, tape.Overlap]] = []
-        self._total = [torch.zeros_like(leaf) for leaf in problem.v.leaves]
-        self._theta = [torch.zeros_like(leaf) for leaf in problem.theta.leaves] if callable(problem.l2) else None
-
-    def tap(self, recording: bool) -> CrossTap:
-        """For the next inner step."""
-        return CrossTap(self.weighing, self.along, recording)
-
-    def take(self, objective: Objective, tap: CrossTap, calls: OracleCalls | None = None) -> None:
-        """Add what the tap found in a step on this objective, before theta moves."""
-        weighing = self.weighing
-        if calls is not None and (tap.source != "scores" or self.steps % PART == 0):
-            calls.cross += 1
-        self.steps += 1
-        terms = tap.terms
-        if tap.waiting is not None:
-            self._waiting.append(tap.waiting)
-            terms = list[Tensor | None]()
-        if terms is None:
-            with objective.drawing():
-                terms = weighing.from_graph(objective, self.along)
-        if tap.source != "scores":
-            objective.count(calls)
-        # A batch that is not divided, all workers have.
-        share = 1 / self.workers if objective.reduction is None else objective.share
-        for total, term in zip(self._total, terms, strict=False):
-            if term is not None:
-                total.add_(term, alpha=share)
-        if self._theta is not None:
-            for total, leaf in zip(self._theta, weighing.problem.theta.leaves, strict=True):
-                total.add_(leaf.detach())
-
-    def _pull(self) -> None:
-        """Take the derivatives of weights that were waited with: of those that v was merely indexed by, all at once."""
-        waiting, self._waiting = self._waiting, []
-        for _, _, beside in waiting:
-            beside.join()
-        leaves = self.weighing.problem.v.leaves
-        indices = [_index_of(weights, leaves[0]) for weights, _, _ in waiting] if len(leaves) == 1 else [None]
-        known = [index for index in indices if index is not None]
-        if waiting and len(known) == len(waiting):
-            along = [p.to(w.dtype) / w.shape[0] for w, p, _ in waiting]
-            self._total[0].index_put_((torch.cat(known),), torch.cat(along), accumulate=True)
-            return
-        for weights, products, _ in waiting:
-            for total, term in zip(self._total, self.weighing.pulled(weights, products), strict=True):
-                if term is not None:
-                    total.add_(term)
-
-    def mean(self, summed: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
-        """Over the steps; `summed` adds the terms of all workers."""
-        self._pull()
-        found = [total / self.steps for total in summed(self._total)]
-        if self._theta is None:
-            return found
-        ridge = self.weighing.ridge([total / self.steps for total in self._theta], self.along)
-        return [f if r is None else f + r for f, r in zip(found, ridge, strict=True)]
-
-
 class CrossTap(Tap):
     """An inner step whose pass also gives the cross derivative along a vector, with or without a record.
 
@@ -306,10 +231,9 @@ class CrossTap(Tap):
         self.recording = recording
         self.terms: Terms | None = None
         self.source: Source = "graph"
-        self.waiting: tuple[Tensor, Tensor, tape.Overlap] | None = (
-            None  # weights and products, where the step is captured
-        )
-        self._before: list[Tensor] = []  # where the generators stood
+        # Weights and products, where the step is captured
+        self.pending: tuple[Tensor, Tensor, tape.Overlap] | None = None
+        self._before: list[Tensor] = []  # states of the generators
         self._seen: TappedPass | None = None
         self._weights: Tensor | None = None
 
@@ -322,32 +246,32 @@ class CrossTap(Tap):
         if found is None:
             _draw_from(self._before, problem.theta.device)
             found = super().passed(problem, batch)
-        self.multiply(problem, batch, self.along, waits=tape.tape() is not None)
+        self.multiply(problem, batch, self.along, deferred=tape.tape() is not None)
         return found
 
     def look(self, problem: Bilevel, batch: Batch) -> None:
         """The pass for the cross derivative alone, as far as it needs no vector; none where layers were seen not to
         suffice.
         """
-        self._before = _standing(problem.theta.device)
+        self._before = _generators(problem.theta.device)
         if not self.weighing.recorder.verification.unaccounted:
             self._seen = self._watched(batch, gradient=False)
 
-    def multiply(self, problem: Bilevel, batch: Batch, along: Sequence[Tensor], waits: bool = False) -> None:
+    def multiply(self, problem: Bilevel, batch: Batch, along: Sequence[Tensor], deferred: bool = False) -> None:
         """The cross derivative along a vector, from the scores of the pass, or else from one in forward mode.
 
-        waits: the derivatives of the weights may be taken later, at once with others.
+        deferred: the derivatives of the weights may be taken later, together with others.
         """
-        weighing, found, self.terms, self.waiting = self.weighing, self._seen, None, None
+        weighing, found, self.terms, self.pending = self.weighing, self._seen, None, None
         if found is not None and self._weights is not None:
             read = [call.input for call in found.calls]
-            with tape.overlapped(*read, *found.scores, found.seeds, found.losses.values) as beside:
+            with tape.overlapped(*read, *found.scores, found.seeds, found.losses.values) as work:
                 products = weighing.from_scores(found, along)
-            if products is not None and waits:
-                self.waiting = (self._weights, products, beside)
+            if products is not None and deferred:
+                self.pending = (self._weights, products, work)
                 self.source = "scores"
                 return
-            beside.join()
+            work.join()
             self.terms = None if products is None else weighing.pulled(self._weights, products)
         elif found is not None and weighing.holds(found.losses):
             self.terms = [None] * len(problem.v.leaves)
@@ -359,7 +283,7 @@ class CrossTap(Tap):
     def _watched(self, batch: Batch, gradient: bool) -> TappedPass | None:
         """A pass of the recorder; None if that is impossible."""
         recorder, taps = self.weighing.recorder, self.weighing.recorder.taps
-        self._before = _standing(self.weighing.problem.theta.device)
+        self._before = _generators(self.weighing.problem.theta.device)
         if not (self.recording or self.weighing.independent):
             return None
 
@@ -381,7 +305,7 @@ class CrossTap(Tap):
     def _replayed(self, problem: Bilevel, batch: Batch, along: Sequence[Tensor]) -> Terms | None:
         """From the same pass in forward mode, with the same dropout."""
         device = problem.theta.device
-        after = _standing(device)
+        after = _generators(device)
         _draw_from(self._before, device)
         try:
             with problem.guarded():
@@ -400,19 +324,7 @@ class CrossTap(Tap):
         return self.weighing.recorder.record(batch, found, gradient, reduction) if self.recording else None
 
 
-def _index_of(weights: Tensor, leaf: Tensor) -> Tensor | None:
-    """The index by which weights were taken from a vector; None if they were computed otherwise."""
-    node: Any = weights.grad_fn
-    if type(node).__name__ != "IndexBackward0" or leaf.ndim != 1:
-        return None
-    end: Any = node.next_functions[0][0]
-    indices = node._saved_indices
-    plain = end is not None and getattr(end, "variable", None) is leaf and len(indices) == 1
-    found: Tensor | None = indices[0] if plain else None
-    return found if found is not None and found.ndim == 1 and found.dtype == torch.int64 else None
-
-
-def _standing(device: torch.device) -> list[Tensor]:
+def _generators(device: torch.device) -> list[Tensor]:
     """The states of the generators; captured steps draw nothing."""
     return [] if tape.repeatable() and tape.tape() is not None else states(device)
 

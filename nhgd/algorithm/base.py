@@ -18,7 +18,7 @@ class AbstractAlgorithm(Validated, ABC):
     """Who moves when. A subclass is a frozen dataclass of hyper-parameters; what evolves is a state of its own."""
 
     name: ClassVar[str]
-    plain: ClassVar[bool] = False  # whether it takes plain gradient steps on theta, whatever optimiser suits a task
+    plain: ClassVar[bool] = False  # whether it takes plain gradient steps on theta instead of the task's optimiser
 
     @property
     def not_repeatable(self) -> str | None:

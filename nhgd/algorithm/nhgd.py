@@ -11,8 +11,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from nhgd import _tape as tape
+from nhgd._recording.lagged_cross import LaggedCross
 from nhgd._recording.recognition import Recognition
-from nhgd._recording.weighing import LaggedCross
 from nhgd._validation import counted, not_negative
 from nhgd.algorithm.aid import check_batches
 from nhgd.algorithm.base import AbstractAlgorithm
@@ -198,7 +198,7 @@ class NHGD(AbstractAlgorithm):
         recognition = self._recognised(loop, state.recognition)
         way = self._way(loop, recognition)
         visited = list(loop.recent)
-        # Where neither the cross derivative nor the solve needs a batch, the last one is there to look at in doubt.
+        # If neither the cross derivative nor the solve needs a batch, the last one serves for diagnosis.
         needed = way == "final" or not isinstance(inverse, Learned) or self.observe == "end"
         batches = loop.inner_batches(self.batches) if needed else [loop.recent[-1]]
         if self.observe == "end":

@@ -96,7 +96,7 @@ class VRBO(AbstractAlgorithm):
         for t in range(steps + 1):
             if t == steps and (loop.clock.k + 1) % self.q == 0:
                 break
-            # What was drawn for the last correction is let go: it may hold a shuffled copy of the data.
+            # Release the batch of the last correction: it may hold a shuffled copy of the data.
             loop.recent.clear()
             objective = loop.objective(loop.inner_batch(), loop.seed() + 1)
             found = loop.gradient(objective, record=False)

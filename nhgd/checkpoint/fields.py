@@ -223,7 +223,7 @@ LOOP: tuple[Field[Loop], ...] = (
     Field("recorder", lambda loop: loop.recorder_memory(), lambda _: schema.optional(_RECORDER), _put_recorder),
     _numbers("clock", lambda loop: loop.clock),
     _numbers("calls", lambda loop: loop.calls),
-    # Streams come last: they find their place by drawing batches anew.
+    # Streams come last: they restore their position by drawing batches again.
     Field(
         "inner_data",
         lambda loop: loop.inner.position(),

@@ -246,7 +246,7 @@ def _loaded(file: Path, library: ModuleType) -> dict[str, Tensor]:
     refused: tuple[type[Exception], ...] = (
         *_failures(),
         RuntimeError,
-    )  # torch's own, where it cannot open or map the file
+    )  # torch's own error if it cannot open or map the file
     try:
         found: dict[str, Tensor] = library.load_file(file)
     except refused as error:

@@ -26,7 +26,7 @@ NAME = "lock"
 _UNKNOWN_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _held: dict[str, Lock] = {}  # those of this process, by the true path of their folder
 _one_at_a_time = threading.RLock()
-_spoken_of: set[str] = set()  # folders that cannot be locked, of which the user has heard
+_spoken_of: set[str] = set()  # folders that cannot be locked, about which the user was warned
 
 
 class Lock:

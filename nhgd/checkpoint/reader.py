@@ -59,7 +59,7 @@ class SavedCheckpoint:
             )
         check_name("checkpoint", as_path(chosen["checkpoint"]))
         if same_place(chosen["checkpoint"], self.path):
-            chosen["overwrite"] = True  # what lies there is this run itself
+            chosen["overwrite"] = True  # the folder holds this very run
         return chosen
 
     def tree(self, name: str, classes: Classes, device: torch.device) -> Any:

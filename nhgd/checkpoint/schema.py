@@ -289,7 +289,7 @@ def conform(value: Any, hint: Any, where: str) -> None:
         _be(value is None, where, "nothing")
     elif hint in (int, float, str, bool):
         fits = type(value) in ((int, float) if hint is float else (hint,))
-        on_device = isinstance(value, Tensor) and value.ndim == 0  # a number that nobody has asked the device for yet
+        on_device = isinstance(value, Tensor) and value.ndim == 0  # a number that has not been read from the device yet
         _be(fits or on_device, where, f"of the kind {hint.__name__}")
     elif origin in (list, tuple, dict) or hint in (list, tuple, dict):
         kind = origin or hint

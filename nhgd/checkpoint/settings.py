@@ -18,9 +18,9 @@ from nhgd.inverse import INVERSES
 from nhgd.inverse._learned.effort import Effort
 from nhgd.problem import Bilevel
 
-# They change what is said about a run, or where its curvature is kept, but not where it goes.
+# They change reports or where curvature is kept, but not the results.
 FREE = ("execution", "max_lag", "metrics", "metrics_every", "checkpoint_every")
-# What a setting must be that was read from a file; the solver looks at values, and at those that are given.
+# The types of settings read from a file; the solver checks values, and those that are passed.
 _PLAIN: dict[str, schema.Check] = {
     "inner_steps": schema.count_from_1,
     "metrics_every": schema.count_from_1,

@@ -24,7 +24,7 @@ from nhgd.checkpoint.settings import encoded, remade
 from nhgd.errors import InputError, RunError
 from nhgd.loop.loop import Loop
 
-CHECKPOINT_SECONDS = 30.0  # between two, unless the user says how often
+CHECKPOINT_SECONDS = 30.0  # seconds between two, unless the user sets a period
 LARGEST_FRACTION = 0.02  # of the time that may go into them
 
 
@@ -190,7 +190,7 @@ class CheckpointWriter:
         """Restore the saved run in a fresh one. Nothing changes before everything was checked."""
         if same_place(self.path, saved.path):
             self._known = saved.seen
-            self._refuse_strangers(InputError)  # another run may have gone on from it since it was read
+            self._refuse_strangers(InputError)  # another run may have resumed it since it was read
         with saved.readable("optimisers"):
             check_optimisers(saved.path, saved.document["optimisers"], self._fixed["optimisers"])
         loop = progress.loop

@@ -19,7 +19,7 @@ from nhgd.inverse import resolve as resolve_inverse
 from nhgd.task import AbstractTask
 from nhgd.task._parser import convert, kinds
 
-# What the command line says by other means, or not at all.
+# Set by other options, or not available on the command line.
 _NOT_SETTINGS = {
     "self",
     "problem",
@@ -128,7 +128,7 @@ def check_early(task: AbstractTask, method: str | None, changes: Mapping[str, st
             except InputError as error:
                 refusals.append(error)
         else:
-            # Where some have such a setting, what they say of the value is the better reason.
+            # If some have such a setting, their complaint about the value is the better message.
             said = [error for error in refusals if error.unknown != "setting"]
             raise (said or refusals)[0]
         LoopSettings(**{name: value for name, value in solver.items() if name in known})

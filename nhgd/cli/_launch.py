@@ -36,7 +36,7 @@ from nhgd.errors import InputError, RunError
 from nhgd.execution.distributed.address import keep_store, stay_local
 from nhgd.execution.distributed.roles import Roles
 
-FAILING_SECONDS = 5.0  # for the other processes to fail too, and say why, after one has failed
+FAILING_SECONDS = 5.0  # for the other processes to fail and report after one has failed
 CLOSING_SECONDS = 2.0  # between SIGTERM and SIGKILL, for processes of a run that has failed
 STOPPING_SECONDS = 20.0  # the same where the run was asked to stop, and first ends its outer step
 REFUSED = 2  # exit code of wrong input, which a restart would not mend
@@ -57,7 +57,7 @@ def launch(
     """
     atexit.register(
         gc.freeze
-    )  # else the end of this process, which others wait for, looks once more through all of torch
+    )  # otherwise the exit of this process, which others wait for, traverses all of torch once more
     with tempfile.TemporaryDirectory(prefix="nhgd-") as folder, _environment(roles):
         agent = _Agent(arguments, roles, restarts, timeout, checkpoint, folder)
         try:
@@ -259,6 +259,6 @@ def tie_to_launcher() -> None:
     if LAUNCHER not in os.environ:
         return
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, where there is one
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, on Linux
     if os.getppid() != int(os.environ[LAUNCHER]):
         os._exit(1)

@@ -175,7 +175,7 @@ def _fail(sentence: str, code: int, given: list[str], error: NhgdError | None = 
         lost = (-1 if error.rank is None else error.rank) if isinstance(error, PeerError) else None
         named = error is not None and bool(error.checkpoint)
         if leave_error(sentence, code, type(error).__name__, lost, named):
-            return code  # whoever started this process prints one sentence for all
+            return code  # the launcher prints one sentence for all processes
     print(f"Error: {sentence}", file=sys.stderr)
     if "--json" in given and os.environ.get("RANK", "0") == "0":  # of several processes one speaks
         with suppress(OSError):

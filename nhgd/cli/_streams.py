@@ -17,7 +17,7 @@ def prepare() -> None:
         try:
             os.fstat(number)
         except OSError:
-            # The lowest number that is free is taken, so this fills the gap; else the next file opened would be it.
+            # The lowest free descriptor is used, so this fills the gap; otherwise the next opened file would.
             os.open(os.devnull, flags)
     if sys.stdout is None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115  for the life of the process

@@ -178,7 +178,7 @@ def _in_turns(
     trials: dict[str, list[Trial]] = {name: [] for name in names}
     with bar("bench") as tick:
         for turn in range(rounds):
-            first = turn % len(names)  # nobody is always the first, when the machine may be cooler
+            first = turn % len(names)  # so that none is always first, when the machine may be cooler
             for nth, name in enumerate((*names[first:], *names[:first])):
                 tick((turn + nth / len(names)) / rounds, f"round {turn + 1} of {rounds}: {name}")
                 made = case.executor(name)

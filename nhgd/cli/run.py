@@ -124,7 +124,7 @@ def run(
             preparation = time.perf_counter() - began
             solver = _started(built, seed, executor, resume, kept)
         except BaseException as error:
-            executor.group.fail(error)  # nobody is to wait for us
+            executor.group.fail(error)  # so that no other process waits for this one
             raise
         stack.callback(solver.close)
         if not as_json:
@@ -153,7 +153,7 @@ def run(
             else:
                 _tell(answer, written)
         except KeyboardInterrupt as stop:
-            stop.args = (_last_checkpoint(solver).strip(),)  # it says what lies on disk then
+            stop.args = (_last_checkpoint(solver).strip(),)  # it reports what is on disk then
             raise
     if answer["partial"] and asked.number is not None:
         print(

@@ -94,7 +94,7 @@ PUBLISHED = {
         },
     ),
 }
-SLOWEST = 10_000  # bytes a second, over the whole of a file; what is slower ends
+SLOWEST = 10_000  # bytes a second on average over a file; slower downloads are aborted
 PATIENCE = 60.0  # seconds beyond that, for names to be found and lines to be made
 SILENCE = 30.0  # seconds without a byte after which a line counts as broken
 
@@ -182,7 +182,7 @@ class Resuming:
         _check_web(url)
         self.part.parent.mkdir(parents=True, exist_ok=True)
         with Deadline(self.seconds) as deadline:
-            # What lies there may have come from a server that lied: then all of it is asked for once more.
+            # The partial file may have come from a faulty server: then the whole file is requested again.
             if not self._continued(url, self._length(), deadline):
                 self._continued(url, 0, deadline)
         os.replace(self.part, output_file)
@@ -258,7 +258,7 @@ class Deadline:
     def __exit__(self, kind: Any, error: Any, _: Any) -> None:
         self._timer.cancel()
         if isinstance(error, (OSError, HTTPException)):
-            self.check()  # the cut line is the reason, whatever it looked like
+            self.check()  # the broken connection is the cause, whatever the error looks like
 
     def check(self) -> None:
         """Raise when the time is over."""

@@ -18,7 +18,7 @@ from nhgd._path import check_file
 from nhgd.errors import InputError, unknown
 
 MISSING = {"", "na", "n/a", "#n/a", "<na>", "nan", "-nan", "null", "none", "?"}
-LARGEST = 1e100  # squares of what lies beyond overflow
+LARGEST = 1e100  # larger values have squares that overflow
 Array = np.ndarray[Any, Any]
 
 

@@ -98,7 +98,7 @@ class GraphCache:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()  # one for all, because they run one after another
-        # Other threads may go on allocating meanwhile, which only a capture of this thread's own work allows.
+        # Other threads may allocate meanwhile, which only a thread-local capture allows.
         with (
             torch.no_grad(),
             torch.cuda.graph(

@@ -27,7 +27,8 @@ class Stopwatch:
         self._device = device
         self._ended: deque[float] = deque()
         self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._free: deque[torch.cuda.Event] = deque()  # read, to be used again: those of an end may be held by others
+        # Read and ready for reuse: end events may still be referenced elsewhere
+        self._free: deque[torch.cuda.Event] = deque()
 
     @contextmanager
     def running(self) -> Iterator[torch.cuda.Event | None]:

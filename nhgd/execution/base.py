@@ -82,10 +82,11 @@ class AbstractExecutor(ABC):
     """
 
     name: ClassVar[str]
-    background: ClassVar[bool] = True  # whether curvature is kept beside the inner loop, so that there can be a lag
+    # Whether curvature is updated concurrently with the inner loop, so that it can lag
+    background: ClassVar[bool] = True
     gathers: ClassVar[bool] = False  # whether it also brings workers together, who share the inner loop of any method
     usual_lag: ClassVar[int] = 8
-    user: object = None  # stands for the solver that it works for, the last that took it
+    user: object = None  # a token of the solver that used it last
     inverse: AbstractInverse
     learner: Learned[Any] | None = None
 

@@ -24,7 +24,7 @@ from nhgd.record import BatchGradient, InnerRecord
 from nhgd.variable import Variable
 
 TOGETHER = 5  # records, for which one launch is worth the wait of the first
-PLACES = 64  # launches, of which the oldest is looked at at the latest when this many are not
+PLACES = 64  # launches that may be unchecked at a time
 
 Gathered: TypeAlias = tuple[InnerRecord, list[Tensor], list[tuple[Tensor, int]]]  # its tensors, and their versions
 
@@ -51,11 +51,11 @@ class Stream(AbstractBackground):
 
     name: ClassVar[str] = "stream"
     _side: torch.cuda.Stream | None = None
-    _replayed: tuple[AbstractInverse, Any] | None = None  # whose graphs there are, for a theta of which sizes
+    _replayed: tuple[AbstractInverse, Any] | None = None  # the inverse and the sizes of theta that the graphs are for
     _within = False  # whether an outer step is being taken, on the inner stream
-    _ahead: Any = None  # the state after what was launched from here, but for numbers that are not known yet
+    _ahead: Any = None  # the state after the work launched here, except for numbers not known yet
     _log: Tensor | None = None  # of those numbers, on the device: a place for each launch, and then the first again
-    _beginning = False  # whether the inverse is still to be told of a new outer step, by the next launch
+    _beginning = False  # whether the next launch must start a new outer step of the inverse
 
     def __init__(self, max_lag: int | None = None, stale: bool = False) -> None:
         super().__init__(max_lag, stale)
@@ -262,13 +262,13 @@ class Stream(AbstractBackground):
         """Write the results for some records into the log. This is part of the graph, so the device counts the rows."""
         numbers = torch.stack(found)
         if self._log is None:
-            # More places than there can be launches not looked at, so that none is written to before.
+            # More rows than unchecked launches, so that none is overwritten before it is read.
             self._log = numbers.new_zeros(min(self.max_lag + 2, PLACES), TOGETHER, *numbers.shape[1:])
             self._place = torch.zeros(1, dtype=torch.int64, device=numbers.device)
             self._shown = torch.zeros_like(self._log, device="cpu", pin_memory=self._log.is_cuda)
         self._log[:, : len(found)].index_copy_(0, self._place, numbers[None])
         self._place.add_(1).remainder_(len(self._log))
-        self._shown.copy_(self._log, non_blocking=True)  # what is written twice while it is read is the same
+        self._shown.copy_(self._log, non_blocking=True)  # a value written twice during a read is the same
 
     @override
     def outstanding(self) -> int:

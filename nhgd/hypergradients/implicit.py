@@ -24,7 +24,7 @@ from nhgd.objective import OracleCalls
 from nhgd.oracle import Oracle, OuterGradient
 from nhgd.problem import Bilevel
 
-VANISHED = 1e-10  # of the squared outer gradient: what the samples' squared gradients are nothing beside it
+VANISHED = 1e-10  # of the squared outer gradient: below it the samples' squared gradients count as vanished
 CUT = 10.0  # of x: how long the part of it may be that was left out as rounding error
 LONG = 10.0  # the residual from which on the x of a learnt inverse is called too long
 
@@ -53,10 +53,8 @@ class Complaints:
             return
         self.spoken = True
         _warn(
-
-                f"{stats.trouble} This warning is given once a run; poor_solves in its stats counts the affected outer"
-                " steps."
-
+            f"{stats.trouble} This warning is given once a run; poor_solves in its stats counts the affected outer"
+            " steps."
         )
 
     def say(self, doubt: str | None) -> None:

@@ -66,7 +66,7 @@ class CG(Iterative):
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` if it is better than zero, else from zero."""
         before = oracle.calls.hvps
-        # Below this the recursion goes on in numbers too small to mean anything, until they vanish.
+        # Below this the recursion continues with meaninglessly small numbers until they vanish.
         tol = max(self.tol, torch.finfo(u.dtype).eps ** 2)
         x, residual, notes = pcg("CG", lambda x: self._product(oracle, x), u, self.steps, tol, start)
         return x, SolveStats(

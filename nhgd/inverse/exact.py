@@ -166,7 +166,7 @@ class Factorised:
         x = self._one(b - left)
         if self.null:
             shortest = x - self._open @ (self._open.T @ x)
-            # What is cut need not be quite zero in few digits: then the shortest solves nothing.
+            # In low precision the part cut off need not be zero; then the shortest solution solves nothing.
             if float((self.matrix @ shortest - b + left).norm() / size) <= self._eps**0.5:
                 x = shortest
         residual = float((self.matrix @ x - b).norm() / size)

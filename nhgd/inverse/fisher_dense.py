@@ -301,7 +301,7 @@ class FisherDense(Learned[DenseState]):
     def _problem(self, folded: list[float], curvature: float) -> str | None:
         """What went wrong with an update, as a clause, if something did."""
         small, least, largest = folded
-        # Of a positive definite array the largest entry stands on the diagonal, and all of those are above zero.
+        # The largest entry of a positive definite array is on its diagonal, which is positive.
         if not (small > 0 and least > 0):
             return "the inverse has lost its positive definiteness"
         limit = self.limit if self.limit is not None else _LIMITS[self.dtype]
@@ -346,7 +346,7 @@ class FisherDense(Learned[DenseState]):
         def apply(u: Tensor) -> Tensor:
             b = u.to(matrix)
             x = (matrix @ b if factor is None else torch.cholesky_solve(b[:, None], factor)[:, 0]).to(u)
-            # On a GPU this would wait for all that is under way there; the hypergradient is looked at later in any case.
+            # On a GPU this would wait for all pending work; the hypergradient is checked later anyway.
             if not x.is_cuda and not bool(torch.isfinite(x).all()):
                 raise NonFiniteError(
                     "FisherDense: the solution contains nan or inf. Check the right-hand side, and raise the damping"

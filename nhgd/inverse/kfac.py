@@ -106,7 +106,7 @@ class KFAC(AbstractKronecker[KroneckerState]):
     ) -> KroneckerState:
         effort = self.effort if self.solver == "eigen" else None
         if self.invert_every is None and (effort is None or effort.in_full(state.observed)):
-            return replace(state, bases={})  # those of a state that other settings have left are of other factors
+            return replace(state, bases={})  # bases of a state from other settings belong to other factors
         if self.is_due(state.observed):
             pool = pool_of(record)
             return replace(state, bases=tape.eager(lambda: self._bases(state, pool)))

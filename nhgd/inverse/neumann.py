@@ -69,7 +69,7 @@ class Neumann(Iterative):
             phi, halved = phi / 2, halved + 1
             x, residual, grew = self._sum(u, oracle, phi, seen)
         notes = {"phi": phi, "diverged": grew, "negative_curvature": seen.negative}
-        # The next summand is the residual itself, so that a series that has come to a standstill is told too.
+        # The next summand is the residual itself, so a series that has stalled is detected too.
         converged = residual <= (self.tol or POOR) and not grew
         return x, SolveStats(residual, oracle.calls.hvps - before, converged, notes)
 

@@ -62,10 +62,10 @@ class Nystrom(Iterative):
         before = oracle.calls.hvps
         approximation = self._approximate(oracle, u)
         x = approximation.inverse(u)
-        # What the columns do not show, they cannot tell: whether x solves the system takes a product of its own.
+        # The columns cannot show what they miss: checking that x solves the system takes another product.
         size = max(float(u.norm()), torch.finfo(u.dtype).tiny)
         left = oracle.hvp(x) - u
-        if self.rho:  # what was asked for is then the damped system
+        if self.rho:  # the requested system is then the damped one
             left.add_(x, alpha=self.rho)
         residual = float(left.norm()) / size
         notes = {
@@ -126,7 +126,7 @@ class _Approximation:
         self.rho = rho
         self.root = diagonal.sqrt() if bool((diagonal > 0).all()) else None
         weights, basis = _eigenvalues(block)
-        # What the columns say of directions with almost no weight is rounding error.
+        # For directions with almost no weight the columns contain only rounding errors.
         kept = weights.abs() > len(columns) * eps * weights.abs().max()
         scaled = columns @ (basis[:, kept] / weights[kept].abs().sqrt())
         if self.root is not None:
@@ -146,7 +146,7 @@ class _Approximation:
             found: Tensor = self.U @ (seen / self.values)
             return found.to(u.dtype)
         found = self.U @ (seen / (1 + self.values))
-        if self.U.shape[1] < len(u):  # else nothing but rounding errors lies outside of U
+        if self.U.shape[1] < len(u):  # otherwise only rounding errors are outside of U
             found += right - self.U @ seen
         return (found / self.root).to(u.dtype)
 

@@ -42,7 +42,7 @@ def calibrate(loop: Loop, steps: int | None = None) -> None:
     if inverse is None or not isinstance(learner, Periodic) or learner.overhead is None or learner.effort is not None:
         return
     problem = loop.problem
-    batch = loop.inner.peek()  # the run itself draws as if nobody had looked; of a team, all draw the same
+    batch = loop.inner.peek()  # the run's own draws do not change; all workers of a team draw the same
     device = problem.theta.device
     prices = prices_of(device)
     if loop.repeats:
@@ -94,7 +94,7 @@ def roots_of(problem: Bilevel, batch: Batch, most: int) -> int | None:
             return None
         try:
             return len(problem.likelihood.roots(losses.outputs, losses.values))
-        except (InputError, RuntimeError):  # a record that needs them will say why
+        except (InputError, RuntimeError):  # a record that needs them will report why
             return None
 
 
@@ -103,12 +103,12 @@ def further_passes(learner: Periodic[Any], problem: Bilevel, batch: Batch) -> in
     calls = OracleCalls()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the run's own record will say it
+            warnings.simplefilter("ignore")  # the run's own record will report it
             recorder = Recorder(problem, learner.records, learner.fisher, calls, couples(learner))
-            recorder.step(batch)  # what is found out at the first one may change the others
+            recorder.step(batch)  # the first record may change the others
             first = calls.inner_gradients
             recorder.step(batch)
-    except (NhgdError, RuntimeError, IndexError, ValueError):  # the run's own record will say why
+    except (NhgdError, RuntimeError, IndexError, ValueError):  # the run's own record will report why
         return None
     return calls.inner_gradients - first - 1
 
@@ -120,7 +120,7 @@ def places(problem: Bilevel, batch: Batch) -> dict[str, int] | None:
     try:
         few = map_tensors(lambda t: t[:2] if t.ndim else t, batch)
         record = Recorder(problem, "layer", couples=False).step(few).record
-    except (NhgdError, RuntimeError, IndexError, ValueError):  # what learns from layers will say why
+    except (NhgdError, RuntimeError, IndexError, ValueError):  # inverses that learn from layers will report why
         return None
     layers = record.layers if isinstance(record, LayerStatistics) else ()
     return {layer.weight: layer.inputs.shape[1] for layer in layers}

@@ -16,13 +16,10 @@ from nhgd.oracle import Oracle
 MEMORY = 0.8  # of the running mean of cosines, for each outer step
 POWER = 0.75
 STEADY = 0.8  # the most that the running mean of adjoints keeps of itself
-UNDETERMINED = (
-    1e3  # outer steps for which v has persisted before a longer horizon is taken, where v has too many entries
-)
-LONGEST = (
-    1e8,
-    1e4,
-)  # inner loops: beyond it the damping is of no account; and without a ridge, where nothing else is added
+# Outer steps for which v has persisted before a longer horizon is taken, where v has too many entries
+UNDETERMINED = 1e3
+# Inner loops beyond which the damping is negligible; the second without a ridge, where nothing else is added.
+LONGEST = (1e8, 1e4)
 EVERY = 4  # outer steps from one reading to the next, after the first few
 SHARE = 0.05  # of the inner loop's gradients that may be spent on measuring
 PRODUCT = 2.5  # gradients that a Hessian product with a graph of its own is worth
@@ -30,7 +27,7 @@ POOR, GOOD = 0.25, 0.75  # shares of the predicted gain, as Levenberg and Marqua
 TRUST = (1.0, 1e6)
 LENGTH = 100.0  # by which x may be made longer or shorter
 PERSISTENT = 0.9  # cosine
-FAR = 10.0  # a Newton step so many times as long as theta
+FAR = 10.0  # length of a Newton step relative to theta
 STREAK = 3  # poor measurements in a row are said aloud
 RISE = 3.0  # of the lowest outer loss
 SETTLED = 20  # outer steps

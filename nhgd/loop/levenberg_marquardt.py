@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nhgd._recording.weighing import LaggedCross
+from nhgd._recording.lagged_cross import LaggedCross
 from nhgd.errors import InputError
 from nhgd.inverse._learned.damping import damped
 from nhgd.inverse.capabilities import preconditioner, with_learner

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from nhgd import _tape as tape
 from nhgd import _threads as threads
+from nhgd._recording.lagged_cross import LaggedCross
 from nhgd._recording.recognition import Recognition, recognise
 from nhgd._recording.recorder import Recorder
-from nhgd._recording.weighing import LaggedCross, Weighing
+from nhgd._recording.weighing import Weighing
 from nhgd._tree import map_tensors
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import Data
@@ -79,9 +80,8 @@ class Loop:
         self.clock = Clock()
         self.repeats = False  # whether outer steps may be captured, and repeated without their Python
         self.remarks: dict[str, Any] = {}  # what the method has found out about the problem, for the run's stats
-        self._threads: tuple[int, int] | None = (
-            None  # CPU threads to compute on, and those that torch had at the choice
-        )
+        # CPU threads to compute on, and those that torch had at the choice
+        self._threads: tuple[int, int] | None = None
         self.theta = Mover(problem.theta, "inner", settings.inner_optimizer, settings.inner_lr, 0.1)
         self.v = Mover(problem.v, "outer", settings.outer_optimizer, settings.outer_lr, 0.01)
         self.executor = executor

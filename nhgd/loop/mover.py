@@ -140,7 +140,7 @@ class Mover:
             for group in groups:
                 group["lr"] = rate.float() if isinstance(rate, Tensor) else lr
             self.optimizer.step()
-        for group in groups:  # nothing else is to meet the number of this one step
+        for group in groups:  # no other code may see the number of this step
             group["lr"] = float(lr)
         for target in self._targets:
             target.grad = None

@@ -85,7 +85,7 @@ def estimate(loop: Loop, sample: Sample, phi: float) -> Estimate:
         batch = loop.inner_batch() if isinstance(factors, int) else factors[index]
         while len(loop.recent) > known:
             loop.recent.popleft()  # kept for diagnosis, where the latest will do
-        # A point of its own: its graph is let go before the next factor's is made.
+        # A separate point, so that its graph is freed before that of the next factor is built.
         term = term - phi * loop.oracle([batch], None, sample.seed + 2 + index).hvp(term)
         if sample.terms is None:
             total += term

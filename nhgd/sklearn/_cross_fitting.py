@@ -23,9 +23,8 @@ from nhgd.task._classifier import Split, fit
 
 Array = np.ndarray[Any, Any]
 Scores = Callable[[Array], Array]
-FLOOR = (
-    1e-3  # of what a classifier's probabilities are mixed with, evenly over the classes: trees are as sure as 0 and 1
-)
+# Of what a classifier's probabilities are mixed with, evenly over the classes: trees are as sure as 0 and 1
+FLOOR = 1e-3
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from nhgd.task._weighted_training import WeightedTraining, inner_settings, nhgd_
 from nhgd.task._weighting import ByLoss
 
 Array = np.ndarray[Any, Any]
-FEWEST = 30  # evaluation samples that can tell overfitting
+FEWEST = 30  # evaluation samples needed to detect overfitting
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 SHARPNESSES = np.geomspace(0.7, 16.0, 8)
-STEPS = 8  # of expectation and maximisation at each sharpness; the transition goes on from one to the next
+STEPS = 8  # EM iterations at each sharpness; the transition matrix is warm-started
 MOST = 5_000  # samples by which a sharpness is chosen
 LEAST_PROBABILITY = 1 / 3  # of a label to be wrong, for a suspect
 TINY = 1e-300

@@ -13,7 +13,7 @@ from torch import Tensor
 from nhgd.errors import InputError
 
 Array = np.ndarray[Any, Any]
-FARTHEST = 1e8  # deviations of a feature; powers of what lies farther overflow in float32
+FARTHEST = 1e8  # standard deviations of a feature; powers of larger values overflow in float32
 
 
 class TrustedScaleWarning(UserWarning):
@@ -74,7 +74,7 @@ class Scaling:
         with np.errstate(over="ignore", invalid="ignore"):
             rows = self.scaled(X)[:, self.varies]
             shift, spread = np.abs(rows.mean(0)), rows.std(0)
-        # A feature that does not vary among a few samples tells nothing; one that overflows is refused elsewhere.
+        # A feature that is constant among a few samples is not informative; one that overflows is refused elsewhere.
         told = (spread > 0) & np.isfinite(spread)
         strange = told & ((shift > 2) | (spread > 4) | (spread < 1 / 4))
         if strange.sum() > told.sum() / 2:

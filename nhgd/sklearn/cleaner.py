@@ -38,7 +38,7 @@ from nhgd.task._classifier import Split, softmax_classifier
 
 Array = np.ndarray[Any, Any]
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
-FEW_RIDGES = (1e-3, 1e-2)  # where a fit takes long; with many samples the ridge matters less
+FEW_RIDGES = (1e-3, 1e-2)  # for slow fits; with many samples the ridge matters less
 LARGE = 20_000_000  # samples times features times classes
 FOLDS = 5
 
@@ -56,10 +56,8 @@ class NoTrustedSetWarning(UserWarning):
             " although their labels may be wrong."
         )
         super().__init__(
-
-                f"{self.finding} A few samples with correct labels, given as X_trusted and y_trusted, would"
-                " give better results."
-
+            f"{self.finding} A few samples with correct labels, given as X_trusted and y_trusted, would"
+            " give better results."
         )
 
 
@@ -280,7 +278,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
 
     def _judge(self, members: list[Member], codes: Array, anchored: bool) -> tuple[Array, Array]:
         """Whom to suspect by all members together, (N,), and the class they would give each sample, (N,)."""
-        # The likelihood of given labels grows with how well wrong ones are fitted; that of trusted ones cannot deceive.
+        # The likelihood of noisy labels rewards fitting wrong ones; that of trusted labels does not.
         trust = np.array([member.noise.trusted_log_likelihood if anchored else 0.0 for member in members])
         posterior = averaged([member.log_posterior for member in members], trust)
         guess = averaged([member.log_prior for member in members], trust).argmax(1)

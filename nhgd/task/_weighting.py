@@ -163,7 +163,7 @@ class ByNet(AbstractWeighting):
         return found
 
     def _integral(self, v: nn.Module, losses: Tensor, index: Tensor) -> Tensor:
-        # From 0 to the loss by Gauss and Legendre. Its slope is the weight itself, not that of the rule.
+        # Gauss-Legendre from 0 to the loss. The slope is the weight itself, not that of the quadrature.
         nodes, shares = (losses.new_tensor(a) / 2 for a in np.polynomial.legendre.leggauss(NODES))
         with torch.no_grad():
             value: Tensor = losses * (v(losses[:, None] * (nodes + 0.5)) @ shares)

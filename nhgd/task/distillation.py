@@ -146,7 +146,7 @@ class Distillation(AbstractTask):
         positive("distillation", l2=self.l2, outer_lr=self.outer_lr)
         if self.inner_lr is not None:
             positive("distillation", inner_lr=self.inner_lr)
-        _ = self.architecture  # which looks at its own settings
+        _ = self.architecture  # which checks its own settings
 
     @property
     @override

@@ -28,9 +28,7 @@ def keep_store(host: str, port: int, limit: float, shared: bool = False) -> Any:
     except OSError:
         if not shared:
             raise
-        return TCPStore(
-            host, port, **options
-        )  # one of this process's own that stands there already, or torch says why not
+        return TCPStore(host, port, **options)  # one of this process already listens there, or torch reports why not
     return TCPStore(host, listening.getsockname()[1], **options, master_listen_fd=listening.detach())
 
 

@@ -18,7 +18,7 @@ from nhgd.record import InnerRecord, LayerStatistics
 from nhgd.variable import Variable
 
 S = TypeVar("S", bound=State)
-LAYOUT = ("starts", "sizes")  # where each parameter lies in the flat vector: every rank knows it of all
+LAYOUT = ("starts", "sizes")  # the slice of each parameter in the flat vector: every rank knows all of them
 
 
 class Division:

@@ -152,7 +152,7 @@ class Distributed(AbstractExecutor):
         learner = self.learner
         divided = self._division.parts > 1 and isinstance(learner, AbstractKronecker) and learner.damping is None
         if divided and not ridge.positive:
-            # The default damping is a share of the mean diagonal of the whole model, of which each rank knows a part.
+            # The default damping is a share of the mean diagonal of the whole model, and each rank knows only a part.
             parts = self._client.ask(Word.DIAGONAL, lambda part: ({"marked": marked}, ()), overtake=marked)
             text["damping"] = resolve_damping(None, ridge, sum(message.text["mean"] for message in parts))
         found = self._client.ask(

@@ -27,10 +27,10 @@ from nhgd.execution.group import Group, Report
 from nhgd.variable import Variable
 
 T = TypeVar("T")
-START_SECONDS = 10.0  # by which some processes may take longer to start than others, beside the timeout
+START_SECONDS = 10.0  # extra time for slow starts, in addition to the timeout
 WATCHED_START_SECONDS = 30.0  # the same where all are of one machine, and an agent sees those that die or are paused
 CONNECTING_SECONDS = 5.0  # that it may take to connect those who have arrived, at least
-ROLL_CALL_SECONDS = 3.0  # for the others to say that they are there, after a wait for one of them has failed
+ROLL_CALL_SECONDS = 3.0  # for the others to report, after a wait for one of them has failed
 _joined = 0  # how often this process joined; the same everywhere, because all processes run the same program
 
 
@@ -252,7 +252,8 @@ class Processes(Group):
     @override
     def root_cause(self, error: NhgdError) -> NhgdError:
         """The error of the process that failed first, or the name of the one that is missing."""
-        if not isinstance(error, PeerError) or self.messenger is None:  # those who never met have nobody to call
+        # Processes that never met have no peers to inform.
+        if not isinstance(error, PeerError) or self.messenger is None:
             return error
         return _within(ROLL_CALL_SECONDS + 1.0, lambda: self._roll_call(error)) or error
 

@@ -30,7 +30,7 @@ class Tag(IntEnum):
 
     ORDERS = 1  # from an inner rank, in order: what changes the state, and what asks for it
     REPLIES = 2  # to an inner rank
-    CREDITS = 3  # to an inner rank: so many records are in the state
+    CREDITS = 3  # to an inner rank: the number of records in the state
 
 
 class Word(IntEnum):
@@ -43,7 +43,7 @@ class Word(IntEnum):
     FINISH = 5
     SOLVE = 11  # x for u
     DRAIN = 12  # an answer when everything sent so far is in the state
-    MARK = 13  # keep the state as it stands for the solves that follow
+    MARK = 13  # keep the current state for the following solves
     KEEP = 14  # the state itself
     DIAGONAL = 15  # this rank's part of the mean diagonal
     REPLY = 21

@@ -26,7 +26,7 @@ from nhgd.record import InnerRecord
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
-UNREAD = 32  # messages to an inner rank, of which it has read the oldest by now
+UNREAD = 32  # messages to an inner rank, the oldest of which it has read by then
 
 
 class _Record(NamedTuple):

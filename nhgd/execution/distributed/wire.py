@@ -102,7 +102,7 @@ def joined(shards: Sequence[InnerRecord]) -> InnerRecord:
         return first
     samples = sum(shard.samples for shard in shards)
     if isinstance(first, BatchGradient):
-        return first  # the gradient of a batch is that of all workers already
+        return first  # the gradient of a batch already includes all workers
     if isinstance(first, PerSampleGradients):
         rows = [s.rows for s in shards if isinstance(s, PerSampleGradients)]
         return PerSampleGradients(_side_by_side(rows, [s.samples for s in shards]), samples)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-GAIN = 0.9  # of the residual at the first doubt: what comes below it is no rounding error
+GAIN = 0.9  # of the residual at the first suspicion: a smaller one is not a rounding error
 
 
 class LeastResidual:

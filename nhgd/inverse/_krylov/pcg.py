@@ -63,7 +63,7 @@ def pcg(
     taken = 0
 
     def reached() -> bool:
-        # Without a preconditioner the last residual decides, which the recursion follows; else the least one.
+        # Without a preconditioner the last residual decides, which the recursion tracks; otherwise the least one.
         return length <= tol * size if precondition is None else not best.length / size > tol
 
     while not reached() and taken < steps:

@@ -15,7 +15,7 @@ from nhgd.inverse._learned.statistics import check_invertible
 from nhgd.record import Pool
 
 Solver: TypeAlias = Callable[[Tensor], Tensor]
-NEGLIGIBLE = 0.1  # of what is added to the diagonal: eigenvalues below it may count as 0, within a budget
+NEGLIGIBLE = 0.1  # of the added diagonal: smaller eigenvalues may count as 0, within a budget
 
 
 class Basis(NamedTuple):
@@ -77,9 +77,7 @@ class Basis(NamedTuple):
         """
         out, into = self.score_values.shape[1], self.input_values.shape[1]
         falling = self.input_values.flip(1)
-        lowest = (
-            NEGLIGIBLE * extra / falling
-        )  # of the g_i that count beside each a_j; of groups, the one that needs the most
+        lowest = NEGLIGIBLE * extra / falling  # of the g_i that matter for each a_j; of groups, the largest count
         rows = (out - torch.searchsorted(self.score_values.contiguous(), lowest, right=True)).amax(0).tolist()
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         for start, stop, count in staircase(rows, out):
@@ -208,6 +206,6 @@ def eigenvalues(name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except RuntimeError:
-        # A GPU's solver can fail on many equal eigenvalues, such as those of pixels that are always the same.
+        # A GPU's solver can fail on many equal eigenvalues, such as those of constant pixels.
         values, vectors = (t.to(matrix) for t in torch.linalg.eigh(matrix.double().cpu()))
     return values, vectors.contiguous()  # column by column as LAPACK leaves them, they could not be saved

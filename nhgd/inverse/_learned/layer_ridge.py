@@ -221,7 +221,7 @@ class Uneven:
             z = precondition(r)
             old, rz = rz, _dot(r, z)
             p = z + torch.where(old > 0, rz / old, 0.0) * p
-        # The residual is taken anew: that of the recursion does not see its own rounding errors.
+        # The residual is recomputed: the recursion does not see its own rounding errors.
         left = self._length(self._into(b) - self.product(y)) / size if size != 0 else 0.0
         return self._out_of(y), left, taken
 

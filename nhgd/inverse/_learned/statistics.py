@@ -11,7 +11,7 @@ from nhgd.errors import InputError
 from nhgd.inverse._learned.damping import Damping, check_damping
 from nhgd.record import BATCH_OBJECTIVE
 
-M = TypeVar("M", float, Tensor)  # a tensor where a step of a run is captured
+M = TypeVar("M", float, Tensor)  # a tensor in a captured step
 
 
 def check_statistics(owner: str, damping: Damping, beta: float | None, dtype: torch.dtype | None) -> None:

@@ -39,6 +39,6 @@ def fold_rows(inverse: Tensor, rows: Tensor, gain: float) -> list[float]:
         return [0.0, 0.0, 0.0]
     root = torch.linalg.solve_triangular(factor, product, upper=False).mul_(math.sqrt(gain) / keep)
     inverse.addmm_(root.T, root, beta=1 / keep, alpha=-1)
-    # A part that is not symmetric would grow by 1 / keep each step, for ever. One outer product leaves none.
+    # An asymmetric part would grow by 1 / keep at each step. An outer product of one vector has none.
     inverse.add_(inverse.T.clone()).mul_(0.5)
     return [1.0, *torch.stack(torch.aminmax(inverse.diagonal())).tolist()]

@@ -1,0 +1,101 @@
+"""The cross derivative from the passes of inner steps, along a vector that is known before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nhgd import _tape as tape
+from nhgd._recording.weighing import CrossTap, Weighing
+from nhgd.objective import Objective, OracleCalls
+
+PART = 3  # lagged products that cost as much as one: each takes one of the three products of a gradient with a layer
+
+
+class LaggedCross:
+    """The mean cross derivative of the inner steps of one loop along a vector that is known before them.
+
+    Args:
+        weighing: how v enters.
+        x: the vector, (D,).
+        workers: how many share each batch.
+    """
+
+    def __init__(self, weighing: Weighing, x: Tensor, workers: int = 1) -> None:
+        problem = weighing.problem
+        self.weighing = weighing
+        self.along = problem.theta.unflatten(x)
+        self.workers = workers
+        self.steps = 0
+        self._pending: list[tuple[Tensor, Tensor, tape.Overlap]] = []
+        self._total = [torch.zeros_like(leaf) for leaf in problem.v.leaves]
+        self._theta = [torch.zeros_like(leaf) for leaf in problem.theta.leaves] if callable(problem.l2) else None
+
+    def tap(self, recording: bool) -> CrossTap:
+        """For the next inner step."""
+        return CrossTap(self.weighing, self.along, recording)
+
+    def take(self, objective: Objective, tap: CrossTap, calls: OracleCalls | None = None) -> None:
+        """Add what the tap found in a step on this objective, before theta moves."""
+        weighing = self.weighing
+        if calls is not None and (tap.source != "scores" or self.steps % PART == 0):
+            calls.cross += 1
+        self.steps += 1
+        terms = tap.terms
+        if tap.pending is not None:
+            self._pending.append(tap.pending)
+            terms = list[Tensor | None]()
+        if terms is None:
+            with objective.drawing():
+                terms = weighing.from_graph(objective, self.along)
+        if tap.source != "scores":
+            objective.count(calls)
+        # A batch that is not divided, all workers have.
+        share = 1 / self.workers if objective.reduction is None else objective.share
+        for total, term in zip(self._total, terms, strict=False):
+            if term is not None:
+                total.add_(term, alpha=share)
+        if self._theta is not None:
+            for total, leaf in zip(self._theta, weighing.problem.theta.leaves, strict=True):
+                total.add_(leaf.detach())
+
+    def _pull(self) -> None:
+        """Take the derivatives of weights that were waited with: of those that v was merely indexed by, all at once."""
+        pending, self._pending = self._pending, []
+        for _, _, work in pending:
+            work.join()
+        leaves = self.weighing.problem.v.leaves
+        indices = [_index_of(weights, leaves[0]) for weights, _, _ in pending] if len(leaves) == 1 else [None]
+        known = [index for index in indices if index is not None]
+        if pending and len(known) == len(pending):
+            along = [p.to(w.dtype) / w.shape[0] for w, p, _ in pending]
+            self._total[0].index_put_((torch.cat(known),), torch.cat(along), accumulate=True)
+            return
+        for weights, products, _ in pending:
+            for total, term in zip(self._total, self.weighing.pulled(weights, products), strict=True):
+                if term is not None:
+                    total.add_(term)
+
+    def mean(self, summed: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
+        """Over the steps; `summed` adds the terms of all workers."""
+        self._pull()
+        found = [total / self.steps for total in summed(self._total)]
+        if self._theta is None:
+            return found
+        ridge = self.weighing.ridge([total / self.steps for total in self._theta], self.along)
+        return [f if r is None else f + r for f, r in zip(found, ridge, strict=True)]
+
+
+def _index_of(weights: Tensor, leaf: Tensor) -> Tensor | None:
+    """The index by which weights were taken from a vector; None if they were computed otherwise."""
+    node: Any = weights.grad_fn
+    if type(node).__name__ != "IndexBackward0" or leaf.ndim != 1:
+        return None
+    end: Any = node.next_functions[0][0]
+    indices = node._saved_indices
+    plain = end is not None and getattr(end, "variable", None) is leaf and len(indices) == 1
+    found: Tensor | None = indices[0] if plain else None
+    return found if found is not None and found.ndim == 1 and found.dtype == torch.int64 else None
