@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
+
 from nhgd._validation import number
 from nhgd.algorithm import AbstractAlgorithm, Loop, StepInfo
 from nhgd.errors import InputError
@@ -17,8 +19,6 @@ from nhgd.variable import Given
 
 Row: TypeAlias = dict[str, Any]
 Metrics: TypeAlias = Callable[[Any, Any], dict[str, float]]
-# What a row of the history holds that two runs with one seed do not share.
-CLOCKED = ("seconds", "inner_seconds", "curvature_seconds", "waited_seconds", "overlap", "largest_lag")
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,19 @@ def statistics(algorithm: AbstractAlgorithm, loop: Loop, history: list[Row], sec
             "division": dict(loop.division.found),
         },
     }
+
+
+def evaluated(metrics: Metrics, loop: Loop) -> dict[str, Any]:
+    """The metrics at the current point; buffers, training flags and random numbers do not change."""
+    problem = loop.problem
+    with (
+        loop.computing(),
+        problem.guarded(seed=0),
+        torch.no_grad(),
+        problem.theta.view() as theta,
+        problem.v.view() as v,
+    ):
+        return metric_values(metrics(theta, v))
 
 
 def metric_values(found: Any) -> dict[str, Any]:

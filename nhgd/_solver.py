@@ -6,21 +6,19 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
-
-import torch
 
 from nhgd import execution as executions
 from nhgd._captured import Captured
 from nhgd._captured.steps import StepResult, strides_of
 from nhgd._duration import seconds
 from nhgd._outer_step import advance_by
+from nhgd._peers import Peers
 from nhgd._progress import bar
 from nhgd._randomness import Randomness
-from nhgd._solution import Metrics, Row, Solution, metric_values, statistics
+from nhgd._solution import Metrics, Row, Solution, evaluated, statistics
 from nhgd._stagnation import StagnationWarning, Trajectory, held_by
 from nhgd._start import refuse_idle, start
 from nhgd._validation import check_seed, validated, validated_but
@@ -29,7 +27,6 @@ from nhgd.checkpoint import Checkpoints, CheckpointWriter, SavedCheckpoint
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.execution import AbstractExecutor
-from nhgd.execution.group import Report
 from nhgd.loop.settings import OptimizerFactory, Projection
 from nhgd.problem import Bilevel
 from nhgd.schedule import Rate
@@ -112,15 +109,15 @@ class Solver:
         self.executor = executions.resolve(execution, max_lag=max_lag)
         refuse_idle(self.executor, self.algorithm)
         self.metrics, self.metrics_every = metrics, metrics_every
-        self._unfinished = False  # whether steps were taken whose result the other processes have not received
         self._stopping = False
         self.watch: Callable[[Row], None] | None = None  # sees each row of `run`, and changes nothing
         self._checkpoints = Checkpoints(checkpoint, checkpoint_every, overwrite, self.executor)
+        self._peers = Peers(self.executor.group, self._checkpoints)
         settings = LoopSettings(
             inner_steps, inner_lr, outer_lr, inner_optimizer, outer_optimizer, project, project_v, outer_clip
         )
         randomness = Randomness(seed, problem.theta.device)
-        with self._telling_peers():
+        with self._peers.informed():
             self._progress = start(
                 problem,
                 inner_data,
@@ -172,7 +169,7 @@ class Solver:
                 " another version."
             )
         solver = cls(problem, inner_data, outer_data, **chosen)
-        with solver._telling_peers():
+        with solver._peers.informed():
             solver._checkpoints.restore(saved, solver._progress)
         return solver
 
@@ -223,10 +220,10 @@ class Solver:
                 "This process keeps curvature for others and takes no steps. Call run() or iterate over the solver:"
                 " both end here when they end in the other processes."
             )
-        with self._telling_peers(), self._checkpoints.at_work(self._progress):
+        with self._peers.informed(), self._checkpoints.at_work(self._progress):
             row = self._advance()[0].row
             self._save_if_due()
-        self._unfinished = True
+        self._peers.waiting = True
         return row
 
     def stop(self) -> None:
@@ -237,9 +234,8 @@ class Solver:
         """Take one to `most` outer steps, with metrics due at most after the last."""
         self._progress.whole = False
         if self.metrics is not None:
-            most = min(
-                most, self.metrics_every - self.loop.clock.k % self.metrics_every, 1 if not self.history else most
-            )
+            to_metrics = self.metrics_every - self.loop.clock.k % self.metrics_every
+            most = min(most, to_metrics if self.history else 1)
         taken = advance_by(self.algorithm, self._progress, self._checkpoints, self._captured, most, before)
         row = taken[-1].row
         if self.metrics is not None and (row["step"] % self.metrics_every == 0 or row["step"] == 1):
@@ -253,17 +249,7 @@ class Solver:
 
     def evaluate(self) -> dict[str, float]:
         """The metrics at the current point; buffers, training flags and random numbers stay as they are."""
-        if self.metrics is None:
-            return {}
-        problem = self.problem
-        with (
-            self.loop.computing(),
-            problem.guarded(seed=0),
-            torch.no_grad(),
-            problem.theta.view() as theta,
-            problem.v.view() as v,
-        ):
-            return metric_values(self.metrics(theta, v))
+        return {} if self.metrics is None else evaluated(self.metrics, self.loop)
 
     def __iter__(self) -> Iterator[Row]:
         """One outer step after another, for the caller's own loop; it ends when the caller leaves it.
@@ -271,13 +257,13 @@ class Solver:
         In a process that keeps curvature for others there is nothing to see: it ends, empty, when the others have left theirs.
         """
         if self.executor.group.serves:
-            self._serve()
+            self._peers.serve(self._progress)
             return
         try:
             while True:
                 yield self.step()
         except GeneratorExit:
-            self._finish(self.solution())
+            self._peers.finish(self._progress, self.solution())
             self._checkpoints.release()
 
     @validated
@@ -303,18 +289,18 @@ class Solver:
         """
         rules = chosen(steps, None if budget is None else seconds(budget), plateau, stop)
         if self.executor.group.serves:
-            return self._serve()
+            return self._peers.serve(self._progress)
         goes_on = self._progress.interrupted is not None
         run = self._begun(rules)
         try:
-            with self._telling_peers(), self._checkpoints.at_work(self._progress) as between_steps:
+            with self._peers.informed(), self._checkpoints.at_work(self._progress) as between_steps:
                 if self.checkpoint is not None and not goes_on and run.first:
                     self.save()  # a second run: should it be interrupted at once, it is this one that is resumed
                 solution = self._run_until_the_end(run, progress, between_steps)
         finally:
             self._stopping = False
         self._checkpoints.release()
-        self._finish(solution)
+        self._peers.finish(self._progress, solution)
         return solution
 
     def _begun(self, rules: Sequence[AbstractStop[Any]]) -> Run:
@@ -374,41 +360,6 @@ class Solver:
             bool(division.agreed(float(requested))) if division.workers > 1 else requested,
         )
 
-    @contextmanager
-    def _telling_peers(self) -> Iterator[None]:
-        """On an error, inform the other processes so that none waits for this one, and release the folder."""
-        try:
-            yield
-        except BaseException as error:
-            self._checkpoints.release()
-            self.executor.group.fail(error)
-            raise
-
-    def _finish(self, solution: Solution) -> None:
-        """Send the result of the run to the processes that served it."""
-
-        def report() -> Report:
-            told = {
-                "history": self.history,
-                "stats": solution.stats,
-                "result": solution.result,
-                "step": self.loop.clock.k,
-                "seconds": self.seconds,
-            }
-            return Report(told, self.problem.point())
-
-        with self._telling_peers(), self._checkpoints.named_in_errors():
-            self.executor.group.finish(report)
-        self._unfinished = False
-
-    def _serve(self) -> Solution:
-        """Keep curvature for the processes of the inner loop until they have finished; what they found."""
-        with self._telling_peers(), self._checkpoints.named_in_errors(), self.loop.computing():
-            told, point = self.executor.group.serve()
-        self.problem.go_to(point)
-        self.history, self._progress.seconds, self.loop.clock.k = told["history"], told["seconds"], told["step"]
-        return Solution(self.problem.v.given, self.problem.theta.given, self.history, told["stats"], told["result"])
-
     def solution(self, result: str = "stopped") -> Solution:
         """The result so far."""
         self._captured.suspend()
@@ -419,8 +370,8 @@ class Solver:
     def close(self) -> None:
         """Release the executor's resources and the checkpoint folder."""
         self._checkpoints.release()
-        if self._unfinished and not self.executor.group.serves:
-            self._finish(self.solution())
+        if self._peers.waiting and not self.executor.group.serves:
+            self._peers.finish(self._progress, self.solution())
         self.executor.close()
 
     def __enter__(self) -> Solver:

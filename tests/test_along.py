@@ -12,13 +12,13 @@ from torch import Tensor
 
 import nhgd
 from nhgd._along import spread
-from nhgd._solution import CLOCKED
 from nhgd.algorithm import AID, NHGD
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Refined
 from nhgd.oracle import Oracle
 from nhgd.schedule import Decay
 from tests import catalogue, oracles
 from tests.commands import answer, invoke, refusal
+from tests.histories import CLOCKED
 
 STEPS = 12
 

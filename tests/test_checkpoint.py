@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import nhgd
-from nhgd._solution import CLOCKED
 from nhgd._tree.encoding import Decoder, Encoder, Unencodable, expected
 from nhgd.algorithm import AID, NHGD, TTSA
 from nhgd.checkpoint import writer
@@ -33,6 +32,7 @@ from nhgd.schedule import Decay, Power
 from nhgd.task import Quadratic
 from tests import catalogue
 from tests.commands import answer, invoke, refusal
+from tests.histories import CLOCKED
 
 # How good a solve is does not matter here, only that it is the same again.
 pytestmark = pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")

@@ -20,7 +20,6 @@ from torch import nn
 
 import nhgd
 from nhgd._recording.recorder import Recorder
-from nhgd._solution import CLOCKED
 from nhgd._tree import tensors
 from nhgd.algorithm import AID, NHGD, AbstractAlgorithm, NHGDSingle
 from nhgd.errors import InputError, NhgdError, NonFiniteError, PeerError, RunError
@@ -37,6 +36,7 @@ from nhgd.loop.loop import Loop, StepInfo
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 from tests import catalogue, oracles
+from tests.histories import CLOCKED
 from tests.processes import together
 
 Answers = dict[str, Any]

@@ -11,7 +11,6 @@ from torch import nn
 
 import nhgd
 from nhgd._recording.recorder import Recorder
-from nhgd._solution import CLOCKED
 from nhgd._tree import tensors
 from nhgd.algorithm import AID, NHGD, NHGDSingle
 from nhgd.errors import InputError, RunError
@@ -23,6 +22,7 @@ from nhgd.inverse.capabilities import begun
 from nhgd.oracle import Oracle
 from nhgd.record import PerSampleGradients
 from tests import catalogue, oracles
+from tests.histories import CLOCKED
 
 BESIDE = {"thread": Thread, "device": lambda **settings: Device("cpu", **settings)}
 INVERSES = {

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from benchmarks.faults import QUADRATIC, Moment, Trial, command, cut_off, distributed, good, harmed, start
-from nhgd._solution import CLOCKED
 from nhgd.checkpoint import SavedCheckpoint, exists
+from tests.histories import CLOCKED
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
 TIMEOUT = 3.0

@@ -50,6 +50,7 @@ ORDER = """
     algorithm
     checkpoint
     _solution _nonfinite
+    _peers
     _captured
     _start _outer_step
     _solver
