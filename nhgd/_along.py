@@ -39,9 +39,9 @@ class AlongReport:
         rows: one dict for each point and inverse: step (the outer step), inverse, cosine and relative_error to the exact
             hypergradient there, cosine_damped to that of the damped system, residual |H x - u| / |u|, inner_distance
             |H^+ g| / |theta|, damping (the run's own at this point, 0 for none), and error: the sentence of an inverse that
-            refused, else None. What cannot be told is None.
+            refused, else None. Unknown values are None.
         reference: how the exact hypergradients were made.
-        solution: of the run, which is what it would have been without being looked at.
+        solution: of the run, which the examination does not change.
     """
 
     rows: list[dict[str, Any]]
@@ -102,8 +102,8 @@ def check_along(
             numbers.
         inner_batch, outer_batch: where the objectives are taken: one batch each.
         steps: outer steps.
-        points: how many are looked at.
-        inverses: names or objects, beside the run's own; default: all that are known, the dense solve up to D = 500 alone.
+        points: how many are examined.
+        inverses: names or objects, besides the run's own; default: all known ones, the dense solve only up to D = 500.
         inner_data: batches over which the exact products run, in place of inner_batch.
         learn_from: batches that inverses learn from at a point, when that is to differ.
         dense_below, seed, progress: as of `check`.

@@ -5,7 +5,7 @@
 
 The user's functions run under it, as they would in a loop of his own. Everything else does not: backward passes, statistics and
 solves are in the precision of their numbers. torch keeps the casts of parameters until the outermost context ends, whatever
-happens to the parameters meanwhile, so they are dropped whenever theta and v are looked at anew (`Variable.view`).
+happens to the parameters meanwhile, so they are dropped at every `Variable.view` of theta and v.
 """
 
 from __future__ import annotations

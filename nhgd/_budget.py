@@ -1,12 +1,11 @@
-"""How much of the inner steps a learnt inverse can take within a share of the inner loop's cost: from shapes, not
-from a clock.
+"""How much of the inner steps a learnt inverse may use within a share of the inner loop's cost, from shapes alone.
 
-What the inner loop and the curvature take is counted in operations and priced by a few constants that were measured once on
+The operations of the inner loop and of the curvature are counted and priced by a few constants that were measured once on
 one machine (`benchmarks/prices.py`, `benchmarks/results/prices-cpu.json`, `prices-h200.json`). The same model and batches
-therefore give the same decisions everywhere, today and when a run is resumed.
+therefore give the same decisions everywhere, also when a run is resumed.
 
-Beside the cost stands the number of gradients: a record that takes backward passes of its own may take them in no greater share,
-however little they cost here.
+The share also limits the number of gradients: extra backward passes of records may be no greater a part of all, however
+cheap they are.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LARGE = 2**20  # numbers: larger arrays are not in a cache, and come from the sy
 BUILD_UP = 10  # outer steps
 BUILD_UP_SHARE = 6.0  # how many times the overhead these may take
 MORE_PASSES = 2  # times as many passes as later an outer step of these may take
-BRIEF_RECORD = 0.002  # seconds: below it a model has a record and its decompositions at the end of every inner loop, whatever their share
+BRIEF_RECORD = 0.002  # seconds of a record and its decompositions that every inner loop may end with
 BRIEF = 0.02  # seconds of curvature in an outer step that are always allowed: in these steps, and with a window in all
 FEWEST = 32  # samples of a record, where the batch has them: fewer cost as much
 FEW_PLACES = 8  # of a sample
@@ -166,7 +165,7 @@ class Budget:
         inner: seconds of an inner step.
         steps: of an inner loop.
         prices: of operations.
-        passes: backward passes over the batch that a record takes beside that of its inner step.
+        passes: backward passes over the batch that a record takes in addition to that of its inner step.
         single: whether a solve follows each inner step, and not where the inner loop ends.
     """
 
@@ -179,10 +178,10 @@ class Budget:
     single: bool = False
 
     def effort(self, inverse: Periodic[Any]) -> Effort | None:
-        """How much the inverse takes within its overhead; None: everything, because it can.
+        """How much the inverse records within its overhead; None: everything, because it can.
 
-        One record for each inner loop, of as many samples as half of what is left after the solve pays for, or of all of them
-        and more often, or of few and less often; decompositions as often as the other half pays for. At the beginning more.
+        One record for each inner loop, with as many samples as half of the budget left by the solve pays for; or with all of
+        them, more often; or with few, less often. The other half pays for decompositions. At the beginning there is more.
         """
         assert inverse.overhead is not None
         if isinstance(inverse, FisherWindow):
@@ -220,19 +219,16 @@ class Budget:
         return self._with_build_up(inverse, later, BUILD_UP_SHARE * allowed, most)
 
     def _period(self, most: int) -> int:
-        """The least number of inner steps from one record to the next, if an outer step may take this many extra
-        passes.
-        """
+        """Inner steps from one record to the next, at least, if an outer step may take this many extra passes."""
         records = most // self.passes
         return ceil(self.steps / records) if records else self.steps * ceil(self.passes / most)
 
     def _with_build_up(self, inverse: Periodic[Any], later: Effort, each: float, most: int) -> Effort:
-        """The same effort with a build-up phase that records more, as far as the given seconds of each outer step
-        allow.
+        """The same effort with a build-up phase, as far as the given seconds of each outer step allow.
 
-        Inner steps are recorded until a factor has seen several times as many samples as it has rows: before that, what it has
-        not seen counts as flat, and x is far too long there. With what is left, decompositions are repeated. That is every
-        inner step, or the last of each loop as far as their passes go.
+        Inner steps are recorded until a factor has seen several times as many samples as it has rows: before that, directions it
+        has not seen count as flat, and x is far too long there. The rest of the budget pays for repeated decompositions. Records
+        are of every inner step, or of the last ones of each loop, as far as their passes allow.
         """
         steps, samples = self.steps, self.shape.samples
         a_loop, limit = steps, BUILD_UP * steps
@@ -272,11 +268,10 @@ class Budget:
         return (ceil(self.steps / a_loop), None) if self.single else (self.steps, a_loop)
 
     def _of_window(self, inverse: FisherWindow, overhead: float) -> Effort | None:
-        """The last inner steps of a loop, as many as are paid for; of the window as much as a solve can bear and ten
-        outer steps fill.
+        """The last inner steps of a loop that the budget pays for, and a window that a solve can afford and ten outer steps fill.
 
-        Older samples would be of another theta. One record an outer step is made where nobody waits for it; otherwise records are of
-        one loop in several, but at the beginning, until the window is full or has twice as many rows as theta has parameters.
+        Older samples would belong to another theta. A very cheap record is made in every outer step; otherwise records are of one
+        loop in several, except at the beginning, until the window is full or has twice as many rows as theta has parameters.
         """
         steps, passes = self.steps, self.passes
         allowed, most = overhead * self.inner * steps, affordable_passes(overhead, steps)
@@ -320,9 +315,7 @@ class Budget:
         return self.prices.of(found.step, self.gradient), self.prices.of(found.solve, self.gradient)
 
     def _iterations(self, inverse: Periodic[Any], seconds: float) -> int:
-        """The number of conjugate-gradient iterations that the given seconds pay for, if the ridge needs any; at
-        least a few.
-        """
+        """Conjugate-gradient iterations that the given seconds pay for, at least a few, if the ridge needs any."""
         if not isinstance(inverse, AbstractKronecker) or all(layer.ridge == "even" for layer in self.shape.layers):
             return ITERATIONS
         counts = range(ITERATIONS, FEW_ITERATIONS, -1)

@@ -41,16 +41,16 @@ class Report:
     Attributes:
         rows: one dict for each inverse: inverse, cosine, relative_error, milliseconds, megabytes, residual, hvps,
             converged, warning: what is wrong with its solve, else None, and error: the sentence of an inverse that refused,
-            else None. cosine and relative_error are None where there is no reference or nothing to compare.
+            else None. cosine and relative_error are None without a reference or anything to compare.
         reference: how the exact hypergradient was made: method, residual, dimension, hvps, converged; what is known of the
             Hessian: positive_definite, negative_curvature, singular (None: not known), outside (the part of the outer
             gradient outside of its range); and asymmetry, of its products, which is 0 but for rounding.
-        inner_gradient: norm of the inner gradient. The formula is exact where it is 0.
-        inner_distance: |H^+ g| / |theta|: how far theta is from the inner optimum, in parts of its own size; None where
+        inner_gradient: norm of the inner gradient. The formula is exact if it is 0.
+        inner_distance: |H^+ g| / |theta|: the distance of theta from the inner optimum, relative to its size; None if
             there is no inner minimum, or none that H could tell.
         fisher_distance: |F - H| / |H| in the Frobenius norm, F the empirical Fisher matrix with the ridge; None for a
             scalar inner loss. The largest eigenvalues dominate it.
-        fisher_residual: |(F - H) x| / |u| for the exact x = H^+ u: how far F is from H where it matters here.
+        fisher_residual: |(F - H) x| / |u| for the exact x = H^+ u: how far F is from H along the solution.
         advice: what these numbers mean, in sentences.
     """
 

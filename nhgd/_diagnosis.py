@@ -23,11 +23,11 @@ class Diagnosis:
     Attributes:
         reference, method: what solved, and how the adjoint was found.
         adjoint: H^+ u.
-        hypergradient: with it, one vector; None where there is no reference.
+        hypergradient: one vector; None without a reference.
         gradient: norm of the inner gradient.
-        distance: |H^+ g| / |theta|, None where there is no minimum to be near.
+        distance: |H^+ g| / |theta|; None without a minimum.
         zero: whether theta is 0; then the distance is |H^+ g| itself.
-        open: the part of the inner gradient outside of the range of H, of its length, where that is above rounding.
+        open: the part of the inner gradient outside the range of H, relative to its length, if above rounding.
         fisher, apart: |F - H| / |H|, and |(F - H) x| / |u|.
         asymmetry, symmetric: of the Hessian products, and whether that is rounding.
         hvps: products the reference took.

@@ -13,7 +13,7 @@ from typing import Any
 def held_back() -> Iterator[Callable[[], None]]:
     """Defer Ctrl-C until the block calls the function it is given, or ends. A second Ctrl-C acts at once.
 
-    It is left alone where it means something else than KeyboardInterrupt, and outside the main thread, which alone hears it.
+    Nothing happens if Ctrl-C does not mean KeyboardInterrupt, or outside the main thread, which alone receives it.
     """
     came = False
 

@@ -76,9 +76,9 @@ def observing(problem: Bilevel, inverse: str | AbstractInverse = "kfac", seed: i
 class Observer:
     """Curvature learnt from a training loop, and its hypergradients; made by `observing`.
 
-    A loss of the user's own, computed by theta's layers inside the block and differentiated by `backward()`, is observed as it is,
+    A user's own loss, computed by theta's layers inside the block and differentiated by `backward()`, is observed too,
     unless `inner` or `observe` is used: it is taken for the mean over samples of weight one, which `stats.notes["assumed"]` says.
-    Only layers tell of it, so all of theta must belong to Linear and Conv2d layers; else use `inner` or `observe`.
+    It is seen through layers only, so all of theta must belong to Linear and Conv2d layers; else use `inner` or `observe`.
 
     Every `inner` or `observe` counts once its loss was differentiated: several of them before a step of the optimiser, as in
     gradient accumulation, are several batches at one theta, and a factor on a loss is none on its curvature.

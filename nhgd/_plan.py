@@ -35,7 +35,7 @@ class Plan:
             alone); step_milliseconds (what it adds to each inner step); fits (in the memory that is free now); note.
         dimension: D, the number of inner parameters.
         outer_dimension: the number of outer parameters.
-        free_bytes: memory free on theta's device, None where it cannot be asked.
+        free_bytes: free memory on theta's device; None if unknown.
         gradient_milliseconds: one inner gradient: measured where a batch was given, else estimated from D.
         measured: whether it was.
         samples: in the batch that all of this is about.

@@ -48,7 +48,7 @@ class Reference(Protocol):
         method: how, in words.
         negative, singular: whether H has clearly negative eigenvalues, and some of rounding size; None: not known.
         null: how many of those there are; None: not known.
-        smallest, largest: eigenvalues, as far as they are known.
+        smallest, largest: eigenvalues, if known.
     """
 
     method: str

@@ -59,7 +59,7 @@ class Shape:
     ) -> Shape:
         """The shape of theta. `places` gives the places of each layer by its weight, 1 if unknown.
 
-        The coefficients of the ridge are those of the leaves of theta; where they are not known it counts as even.
+        `coefficients` are those of the ridge for the leaves of theta; without them it counts as even.
         """
         found = layer_shapes(theta)
         names = {name for pair in found for name in pair}

@@ -58,7 +58,7 @@ def history_row(loop: Loop, info: StepInfo, work: Traffic, total: float, taken: 
 
     Args:
         loop: what the step was taken on.
-        info: what the algorithm told of it.
+        info: the algorithm's report.
         work: what the executor measured during it.
         total, taken: seconds of all steps, and of this one.
     """

@@ -36,11 +36,11 @@ from nhgd.stop import AbstractStop, Run, Spent, chosen
 class Solver:
     """Runs an algorithm on a problem.
 
-    It may be used in a with statement, which ends the threads that keep its curvature; else they end with the solver itself.
+    Used in a with statement, it stops its curvature threads at the end; otherwise they stop with the solver itself.
 
     Args:
         problem: a `Bilevel`. Its theta and v are trained in place.
-        inner_data, outer_data: `nhgd.Data`, DataLoaders, or lists of batches; walked over again and again.
+        inner_data, outer_data: `nhgd.Data`, DataLoaders, or lists of batches; iterated over repeatedly.
         method: a name such as "nhgd" or "aid-cg", or an algorithm object.
         inner_steps: inner steps for each outer step.
         inner_lr, outer_lr: step sizes: numbers (default 0.1 and 0.01), functions of the outer step, or schedules.
@@ -48,21 +48,21 @@ class Solver:
         project: the radius R of the ball theta is kept in, or a function that changes theta in place.
         project_v: the box (low, high) v is kept in, or a function that changes v in place.
         outer_clip: the largest norm of a hypergradient; longer ones are shortened to it, because one wild estimate would
-            fill the moments of Adam for hundreds of steps.
+            affect the moments of Adam for hundreds of steps.
         execution: where curvature is kept up to date: "inline", "thread", "stream", "device" or an executor.
-        max_lag: how many records of inner steps may wait for their curvature before the inner loop does; 0: none.
+        max_lag: how many records of inner steps may be pending before the inner loop waits.
         seed: of every random number the run draws. The caller's generators are left as they were.
         metrics: (theta, v) -> dict of numbers, added to the history; not part of the time.
         metrics_every: outer steps between two evaluations of the metrics.
-        checkpoint: a folder to keep the run in, so that `Solver.resume` can go on with it, bit for bit, after it was broken
-            off. One that holds an earlier run, or in which another run is at work, is refused.
+        checkpoint: a folder for checkpoints, from which `Solver.resume` continues an interrupted run bit for bit. A folder
+            that contains an earlier run, or is in use by another, is refused.
         checkpoint_every: outer steps between two checkpoints, or a time such as "60s"; by default every 30 seconds, and less
-            often where that would take more than a fiftieth of the time. The end of `run` is always kept, and so is the
-            step during which Ctrl-C was pressed.
+            often if they would take more than 2 % of the time. The end of `run` is always saved, and so is the step during
+            which Ctrl-C was pressed.
         overwrite: whether `checkpoint` may hold an earlier run, which stays until this one first writes.
-        compile: "auto": on a CUDA device outer steps are captured as CUDA graphs and repeated without their Python, where that
-            can be; "graph": so too, with a warning where it cannot be; False: never. stats["compile"] says what was taken, and why.
-            The problem's functions must then depend on nothing but what they are given.
+        compile: "auto": on a CUDA device outer steps are captured as CUDA graphs and replayed without their Python, where
+            possible; "graph": so too, with a warning if not; False: never. stats["compile"] says which, and why.
+            The problem's functions must then depend on their arguments only.
 
     >>> problem = Bilevel(
     ...     inner=lambda theta, v, x: (theta - v).square().expand(len(x)),
@@ -152,7 +152,7 @@ class Solver:
         """A solver that continues the run of a checkpoint bit for bit.
 
         Its next `run` continues the interrupted one: the steps and the seconds of that count. So
-        `run(steps=1000)` ends where an unbroken `run(steps=1000)` would have ended, and `run()` reuses the original stop rules.
+        `run(steps=1000)` ends where an uninterrupted `run(steps=1000)` would have ended, and `run()` reuses the original stop rules.
 
         Args:
             path: the folder that was given as `checkpoint`; it is written to again, unless another is given.
@@ -254,7 +254,7 @@ class Solver:
     def __iter__(self) -> Iterator[Row]:
         """One outer step after another, for the caller's own loop; it ends when the caller leaves it.
 
-        In a process that keeps curvature for others there is nothing to see: it ends, empty, when the others have left theirs.
+        In a process that keeps curvature for others it is empty, and ends when the others have left theirs.
         """
         if self.executor.group.serves:
             self._peers.serve(self._progress)

@@ -23,13 +23,13 @@ class StagnationWarning(UserWarning):
 
 @dataclass
 class Trajectory:
-    """How v went during a run, and what became of the outer loss.
+    """The path of v during a run, and the outer losses along it.
 
-    At an optimum the outer loss does not fall either. But there the hypergradient vanishes, or is noise, so that v turns
-    about; or a projection holds v. What is said of a run is therefore only this: v kept its direction, and either hardly
-    moved, where the slope promised more, or went far for nothing and is still under way. Where v has settled, the outer loss
-    may well be above that of the first steps, in which theta was not trained yet; and where batches are so noisy that a fall
-    could not be seen, there is nothing to say either.
+    At an optimum the outer loss does not fall either. But there the hypergradient vanishes or is noise, so that v changes
+    direction; or a projection stops v. A warning therefore requires that v kept its direction and either hardly moved,
+    although the slope promised more, or moved far without any gain and is still moving. Once v has settled, the outer loss
+    may well be above that of the first steps, when theta was not yet trained; and if batches are so noisy that a fall could
+    not be seen, there is no warning either.
     """
 
     first: Tensor  # v before the run, (P,)

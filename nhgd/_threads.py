@@ -1,8 +1,8 @@
 """How many CPU threads a small problem takes: one.
 
 An operation that takes a fraction of a millisecond gains little from a second thread, and threads that wait for a busy core
-spin: on two cores with another process beside it a small run took twenty times as long on two threads as on one. Whether
-a problem is small is told by the shapes of its operations and not by a clock, so that a run which is resumed chooses the
+spin: on two cores shared with another process a small run took twenty times as long on two threads as on one. Whether
+a problem is small is decided by the shapes of its operations and not by a clock, so that a resumed run chooses the
 same, because sums come out differently in their last digits with another number of threads.
 """
 

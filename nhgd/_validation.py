@@ -161,7 +161,7 @@ def check_settings(thing: Any) -> None:
 def fitted(value: Any, hint: Any) -> Any:
     """The value, or the Python number it holds, if the annotation allows it; else `_NOTHING`.
 
-    What an annotation says of the inside of functions, iterables and mappings is not looked at.
+    Annotations of the contents of functions, iterables and mappings are not checked.
     """
     origin = get_origin(hint) or hint
     if origin is Any:

@@ -12,7 +12,7 @@ class NhgdError(Exception):
     """Anything this library raises on purpose.
 
     Attributes:
-        step: the outer step that it ended, where it ended one.
+        step: the outer step that it ended, if any.
         checkpoint: which checkpoint is the last good one, as a sentence, where the run was kept. It follows the reason in the
             message.
 
@@ -38,7 +38,7 @@ class InputError(NhgdError, ValueError):
     """Invalid input. The message says what is wrong and how to fix it; the command line exits with 2.
 
     Attributes:
-        unknown: the kind of thing that has no such name, such as "inverse", where that is what was wrong.
+        unknown: the kind of object whose name is unknown, such as "inverse".
     """
 
     unknown: str | None = None
@@ -56,7 +56,7 @@ class PeerError(RunError):
     """Another process of the run failed, was lost, or did not answer in time.
 
     Attributes:
-        rank: of that process; None where it is not known which of them it was.
+        rank: of that process; None if unknown.
         role: "inner" or "curvature".
         silent: the seconds for which it did not answer; None where its connection was closed.
     """

@@ -22,7 +22,7 @@ class Losses:
         values: the loss of every sample, (B,). A scalar is accepted by the methods that need no per-sample quantity.
         weights: the weight of every sample, (B,), at least 0. None means 1 for all. The batch objective is
             mean(weights * values), never divided by the sum of the weights. Weights that depend on theta, such as a function
-            of the losses, count in the gradient and in Hessian products as they are written; the Fisher matrix and the GGN
+            of the losses, are differentiated in the gradient and in Hessian products; the Fisher matrix and the GGN
             take them as constants, whether detached or not: F = mean_i w_i s_i s_i^T with s_i the gradient of the loss.
         outputs: the model's outputs, (B, ...), needed by the exact and sampled Fisher matrices alone.
     """

@@ -2,7 +2,7 @@
 
     mean_i( w_i l_i ) + sum( l2 * theta^2 )
 
-An `Objective` has a seed of its own, so that whoever keeps it can have the same dropout again, at the same place or at
+An `Objective` has its own seed, so that the same object repeats the same dropout, at the same point or at
 another. It keeps no graph: theta and v may move between two questions.
 """
 
@@ -118,7 +118,7 @@ class Objective:
     """The inner objective on one batch, ridge included.
 
     Args:
-        problem: its theta and v are taken as they are when a question is asked.
+        problem: its theta and v are used at their current values.
         batch: the samples.
         seed: what dropout is drawn from; the same in every answer. None: an inner step draws from the generators as they
             stand, and everything else from 0.
@@ -126,7 +126,7 @@ class Objective:
     Attributes:
         samples: of the batch; None until its losses show them.
         share: the factor of a mean over the samples here in the mean over the batch.
-        reduction: what records of this objective hold, where a subclass evaluates some samples of a batch only. What it finds
+        reduction: attached to records, if a subclass evaluates only some samples of a batch. What it finds
             is then a term of a sum, and `summed` gives the answer.
 
     >>> x, y = torch.ones(8, 2), torch.ones(8)

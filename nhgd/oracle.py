@@ -43,13 +43,13 @@ class Oracle:
     """The current theta and v of a problem, with inner batches and an outer batch.
 
     Args:
-        problem: its theta and v are taken as they are now and must not move while the point is in use.
+        problem: its theta and v must not move while the oracle is in use.
         inner_batches: products are means over these, weighted by their sizes.
         outer_batch: where the outer loss is taken.
         seed: dropout is drawn from it, the same in every product of one batch.
         calls: counters to add to; default: new ones.
 
-    Objectives that evaluate some samples of their batches only sum what they find: all answers are those on whole batches.
+    Objectives that evaluate only some samples of their batches sum their results: all answers are those on whole batches.
     """
 
     def __init__(

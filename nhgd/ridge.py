@@ -17,7 +17,7 @@ class Ridge:
     """The Hessian of sum( l2 * theta^2 ), a diagonal: 2 l2 for every coordinate of theta.
 
     Args:
-        value: one number where it is the same everywhere, so that nothing is asked of a device, which may be busy for long;
+        value: one number if it is the same everywhere, so that nothing is read from a device that may be busy;
             else (D,).
 
     >>> Ridge(0.5).diagonal(2, torch.float64).tolist()

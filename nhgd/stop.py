@@ -44,7 +44,7 @@ class AbstractStop(Validated, ABC, Generic[S]):
 
     Attributes:
         name: the `Solution.result` of a run that it ends.
-        clocked: whether it looks at `seconds`; data-parallel workers then agree on them.
+        clocked: whether it reads `seconds`; data-parallel workers then agree on them.
     """
 
     name: ClassVar[str]

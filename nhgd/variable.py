@@ -132,7 +132,7 @@ class Variable:
         """Yield what the user's functions expect, with `tensors` in place of the leaves (default: the leaves).
 
         A compiled module that is to hold other tensors is yielded uncompiled. Casts that autocast has kept are dropped:
-        the leaves may have moved since, or tensors of another pass may have stood in their place.
+        the leaves may have moved since, or tensors of another pass may have replaced them.
         """
         torch.clear_autocast_cache()
         if self.root is None:

@@ -30,8 +30,8 @@ class OneSampleGradients:
 
     Attributes:
         slow: whether vmap could not follow.
-        compared: whether samples were looked at alone.
-        noisy: whether two passes differ although torch's global generators stand still.
+        compared: whether samples were evaluated alone.
+        noisy: whether two passes differ although torch's global generators do not move.
     """
 
     def __init__(self, problem: Bilevel) -> None:

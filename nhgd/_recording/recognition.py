@@ -29,7 +29,7 @@ class Recognition:
             else; or "other": it enters the losses themselves, or only the graph of the gradient tells the cross derivative.
         source: where <s_i, x> came from.
         difference: of the cross derivative from that of the gradient's graph, relative, along a random vector.
-        note: why that graph is needed, where it is.
+        note: why that graph is needed, if it is.
     """
 
     role: str
@@ -42,7 +42,7 @@ def recognise(weighing: Weighing, objective: Objective, in_step: bool) -> Recogn
     """Examine one batch at a nearby theta, where nothing is zero by accident. Draws nothing and counts nothing.
 
     Args:
-        in_step: whether the cross derivative is to come from the passes of inner steps, or from passes of its own.
+        in_step: whether the cross derivative comes from the passes of inner steps, or from separate passes.
     """
     theta, objective = weighing.problem.theta, copy(objective)
     objective.seed = 0

@@ -41,24 +41,23 @@ class Recorder(Tap):
     """Makes the record that an inverse needs of an inner step, from the passes that give its gradient.
 
     Args:
-        problem: what is solved.
-        kind: "batch", "raw", "sample" or "layer": which record.
-        fisher: "empirical", "exact", "sampled" or "auto": of which Fisher matrix. "exact" and "sampled" need `Losses.outputs`
-            and a likelihood, and are not defined for "batch" and "raw"; "auto" is "sampled" where both are given and fit
-            the losses, else "empirical".
-        calls: what counts the passes of `step`.
-        couples: whether products of the rows of different layers matter. Then all rows are of the same pass, with the
-            same dropout, and BatchNorm in training mode is refused; otherwise those of parameters outside Linear and Conv2d
-            may be of a pass of their own, and BatchNorm is learnt from by the scores of the batch objective.
+        problem: the problem.
+        kind: of record: "batch", "raw", "sample" or "layer".
+        fisher: of Fisher matrix: "empirical", "exact", "sampled" or "auto"; see `FisherRoots`. "exact" and "sampled" need
+            `Losses.outputs` and a likelihood, and are not defined for "batch" and "raw".
+        calls: counts the passes of `step`.
+        couples: whether products of the rows of different layers matter. If so, all rows come from the same pass, with the
+            same dropout, and BatchNorm in training mode is refused. Otherwise rows of parameters outside Linear and Conv2d
+            may come from a separate pass, and BatchNorm is learnt from the scores of the batch objective.
 
     Attributes:
-        batch_objective: whether BatchNorm in training mode was met in what was recorded last.
+        batch_objective: whether the last record contained BatchNorm in training mode.
 
-    Rows are sqrt(w_i) s_i with s_i the gradient of l_i alone: weights that depend on theta are held constant in them, and in
-    the gradient of the inner step they are not.
+    Rows are sqrt(w_i) s_i with s_i the gradient of l_i alone: weights that depend on theta are constant in them, but not in
+    the gradient of the inner step.
 
-    At each record the graph says which parameters the layers account for; the others, and a weight that is used elsewhere
-    too, get rows of their own. `Verification` says when that is checked by numbers.
+    At each record the graph shows which parameters the layers account for; the others, and weights that are also used
+    outside of their layer, get separate rows. `Verification` decides when that is checked numerically.
     """
 
     def __init__(
@@ -109,10 +108,10 @@ class Recorder(Tap):
         return self.watched(batch)
 
     def watched(self, batch: Batch, weighing: SeedRule | None = None, gradient: bool = True) -> TappedPass:
-        """The same; `weighing` makes seeds of losses with their graph in v, which the backward pass then takes.
+        """The same with seeds: `weighing` turns losses with a graph in v into seeds of the backward pass.
 
-        A loss whose seed does not vanish has scores that tell its gradient, also where its weight is 0. Without `gradient`, the
-        scores are all that is taken, where they suffice.
+        A loss whose seed is not zero has scores that show its gradient, even if its weight is 0. Without `gradient`, only the
+        scores are computed, if they suffice.
         """
         if self.taps.layers:
             self.verification.begin()
@@ -126,11 +125,10 @@ class Recorder(Tap):
         return found
 
     def passed_already(self, losses: Losses, calls: Sequence[Call | NormCall]) -> TappedPass:
-        """The same for losses that were computed before, from calls of layers that were noted then. Their graph is
-        kept.
+        """The same for losses that were computed before, from the calls of layers noted then. Their graph is kept.
 
-        It is verified where it stands, because it cannot be computed again elsewhere; rows that layers do not give are taken
-        from it, by a backward pass for each sample.
+        It is verified in place, because it cannot be computed again; rows that layers do not provide come from a backward pass
+        for each sample.
         """
         if self.taps.layers:
             self.verification.begin()

@@ -20,10 +20,9 @@ Draw: TypeAlias = Callable[[int, int], Tensor]  # `count` of `total` places for 
 class Sampling(NamedTuple):
     """How many samples of a batch, and how many of each sample's places at a layer, a record takes; None: all.
 
-    Samples are drawn without replacement and all alike, so a mean over them estimates the mean over the batch without bias;
-    scores are scaled so that sums over places do, too. They are drawn from the seed alone: a run that goes on from a
-    checkpoint draws the same, the run's own random numbers stay as they are, and the workers of a team take their parts of
-    one draw.
+    Samples are drawn uniformly without replacement, so a mean over them estimates the mean over the batch without bias;
+    scores are scaled so that sums over places do, too. The draws depend on the seed alone: a resumed run repeats them, the
+    run's own random numbers do not change, and the workers of a team take their parts of one draw.
     """
 
     samples: int | None

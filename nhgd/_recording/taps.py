@@ -43,9 +43,9 @@ class TappedPass(Pass):
         form: of the graph.
         elsewhere: parameters that layers do not account for.
         drawn: whether random numbers were drawn, so that the rows of all parameters must be of the same pass.
-        own: the gradient with the weights held constant; None where it is the gradient itself.
+        own: the gradient with constant weights; None if it is the gradient itself.
         scores: of the objective with constant weights, one for each call, and then for each of the norms.
-        seeds: what the backward pass multiplied each loss with, where it was not its weight over B.
+        seeds: the factors of the losses in the backward pass, if they are not the weights over B.
     """
 
     calls: list[Call] = field(default_factory=list)

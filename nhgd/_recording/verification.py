@@ -88,7 +88,7 @@ class Verification:
 
         Args:
             own: the gradient that the scores are a part of.
-            batch: what to verify them on, in a pass of its own; None: on this pass, whose graph was kept.
+            batch: for verification in a separate pass; None: on this pass, whose graph was kept.
         """
         found.elsewhere |= self._computing_otherwise(found, own)
         if self.is_due(found):

@@ -1,14 +1,14 @@
-"""The cross derivative where v weighs samples or moves the ridge, and enters nowhere else.
+"""The cross derivative if v only weighs samples or moves the ridge.
 
     (d2_{theta,v} l)^T x  =  (1/B) sum_i (dw_i/dv) <s_i, x>  +  sum( (dl2/dv) 2 theta x ),      s_i the gradient of l_i
 
-No gradient is differentiated: the numbers <s_i, x> are constants, and the graph from v to the weights is small. In an inner step
-they come from the inputs and scores of its layers, by one more product for each,
+No gradient is differentiated: the numbers <s_i, x> are constants, and the graph from v to the weights is small. In an inner
+step they come from the inputs and scores of its layers, by one more product for each layer,
 
     <s_i, x> = sum_t <score_it, X a_it + x_b>        over all Linear and Conv2d layers, X and x_b their parts of x
 
-and otherwise from a pass in forward mode, which takes any parameters, and samples that influence each other. Whether v enters
-elsewhere is seen in every batch; where it does, the gradient is differentiated as it always can be.
+and otherwise from a pass in forward mode, which supports any parameters, and samples that influence each other. Every batch
+is checked for other uses of v; if there are any, the gradient is differentiated in the general way.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Weighing:
     """Takes cross derivatives from plain passes over a problem's batches.
 
     Args:
-        problem: what is solved.
+        problem: the problem.
         recorder: that of the run's inner steps, whose passes also serve; None where nothing is recorded.
     """
 
@@ -221,7 +221,7 @@ class CrossTap(Tap):
     """An inner step whose pass also gives the cross derivative along a vector, with or without a record.
 
     Attributes:
-        terms: the mean over the samples of the batch, without the ridge, after the step; None: only the graph would tell.
+        terms: the mean over the samples of the batch, without the ridge, after the step; None: it needs the graph.
         source: where the numbers <s_i, x> came from.
     """
 

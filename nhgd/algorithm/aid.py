@@ -41,7 +41,7 @@ class AID(AbstractAlgorithm):
     Args:
         inverse: how x is found. One that learns online is fed by the inner steps.
         batches: inner batches that H and the cross derivative are averaged over, or "all" for one pass over the data.
-        warm_start: theta goes on from the last outer step; otherwise each inner loop begins where the first one did.
+        warm_start: theta continues from the last outer step; otherwise each inner loop starts where the first one did.
         warm_solve: iterative inverses start from the last outer step's x.
 
     >>> AID(inverse=CG(steps=10)).name

@@ -29,7 +29,7 @@ class BOMEState:
 class BOME(AbstractAlgorithm):
     """First order, one loop in (v, theta): the outer loss descends while the inner gap shrinks.
 
-    Beside `theta`, which takes inner steps alone, there is `pulled`, which the outer loss moves too:
+    In addition to `theta`, which takes plain inner steps, there is `pulled`, which the outer loss moves too:
 
         repeat K times:
             theta = pulled;   repeat T times:  theta <- Pi( theta - eta_t grad_theta l(v, theta, batch) )

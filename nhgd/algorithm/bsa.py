@@ -46,7 +46,7 @@ class BSA(AbstractAlgorithm):
             the product grows.
         estimator: "randomised", or "sum" for the mean of x over p: K - 1 products and less noise.
         growth: of the inner loops: 1/2 for a nonconvex outer problem, 0 for a constant length.
-        warm_start: theta goes on from the last outer step instead.
+        warm_start: theta continues from the last outer step instead.
 
     >>> [BSA().inner_steps(10, k) for k in (0, 1, 3)], BSA(growth=0.0).inner_steps(10, 99)
     ([10, 15, 20], 10)

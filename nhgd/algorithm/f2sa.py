@@ -26,7 +26,7 @@ class F2SAState:
 class F2SA(AbstractAlgorithm):
     """First order, double loop: theta with and without the outer loss; a multiplier times their difference in l.
 
-    Beside `theta`, which takes inner steps alone, there is `pulled`, which minimises l + f / multiplier:
+    In addition to `theta`, which takes plain inner steps, there is `pulled`, which minimises l + f / multiplier:
 
         for k = 0 .. K-1:   multiplier = first (k + 1)^growth
             repeat T times:

@@ -37,11 +37,11 @@ class ITD(AbstractAlgorithm):
 
         S_n = eta sum_{t<n} (I - eta H)^t = (I - (I - eta H)^n) H^{-1}
 
-    so the method ends beside the solution, the nearer the longer it differentiates.
+    so the method ends near the solution, the closer the longer it differentiates.
 
     Args:
-        truncate: differentiate the last so many steps alone; None, or more than there are: all of them.
-        warm_start: theta goes on from the last outer step; otherwise each inner loop begins where the first one did.
+        truncate: differentiate only this many last steps; None, or more than there are: all of them.
+        warm_start: theta continues from the last outer step; otherwise each inner loop starts where the first one did.
 
     >>> ITD.presets()["truncated"]
     ITD(truncate=5, warm_start=True)

@@ -66,39 +66,39 @@ class NHGD(AbstractAlgorithm):
                 L     <- ( t L + d2_{theta,v} l(v, theta, batch_t) ) / (t + 1)
             v <- Pi( v - alpha ( grad_v f - L^T A grad_theta f ) )
 
-    L is never formed; with x = A grad_theta f it is L^T x that is taken, in one of three ways:
+    L is never formed. With x = A grad_theta f, L^T x is computed in one of three ways:
 
-        cross="lagged"        mean_t (d2_{theta,v} l_t)^T x_{k-1}     inside the inner steps, along the x of the outer step before;
-                                                                      a running mean of x where v is not determined
-        cross="trajectory"    mean_t (d2_{theta,v} l_t)^T x_k         each step's theta and batch are visited again
+        cross="lagged"        mean_t (d2_{theta,v} l_t)^T x_{k-1}     inside the inner steps, along the x of the previous outer
+                                                                      step; its running mean if v is not determined
+        cross="trajectory"    mean_t (d2_{theta,v} l_t)^T x_k         at each step's theta and batch once more
         cross="final"         (d2_{theta,v} l)^T x_k                  at the last theta, over `batches` fresh batches
 
-    "lagged" costs one more product for each layer of an inner step, and every sample of the inner loop gets a part of the
-    hypergradient. It needs a v that weighs samples, or moves the ridge, and enters nowhere else:
+    "lagged" costs one more product for each layer of an inner step, and uses every sample of the inner loop. It needs a v
+    that only weighs samples or moves the ridge:
 
         (d2_{theta,v} l)^T x = (1/B) sum_i (dw_i/dv) <s_i, x> + sum( (dl2/dv) 2 theta x ),      s_i the gradient of l_i
 
-    That is recognised in the first outer step and verified there, along a random vector, against the derivative of the
-    gradient's graph; "final" and "trajectory" do without that graph then, too. The run's stats["cross"] tell what was found.
-    The first outer step has no x before it: it takes its own, at the last theta over the batches of its inner steps.
+    The first outer step detects this, and verifies it along a random vector against the derivative of the gradient's graph;
+    "final" and "trajectory" then need no such graph either. The run's stats["cross"] report the result. The first outer step
+    has no previous x: it uses its own, at the last theta over the batches of its inner steps.
 
     Args:
-        inverse: what learns; None: K-FAC where theta has Linear or Conv2d layers, else the window, with fisher="auto".
+        inverse: a learned one; None: K-FAC if theta has Linear or Conv2d layers, else the window, with fisher="auto".
         refine: preconditioned CG steps on top of it; 0 for none. The products run over `batches`.
-        cross: "lagged", "trajectory" or "final" as above; "auto": "lagged" where v weighs samples, the scores of the inner
-            steps' own passes tell the cross derivative, and theta goes on from one outer step to the next; otherwise "final".
+        cross: "lagged", "trajectory" or "final" as above; "auto": "lagged" if v weighs samples, the scores of the inner
+            steps' own passes give the cross derivative, and theta is warm-started; otherwise "final".
         batches: fresh inner batches at the end of the inner loop, or "all" for one pass over the data: for the cross
-            derivative of "final" and for the products of a refined solve. They are not drawn where neither needs them.
-        warm_start: theta goes on from the last outer step; otherwise each inner loop begins where the first one did.
+            derivative of "final" and for the products of a refined solve. They are drawn only if one of these needs them.
+        warm_start: theta continues from the last outer step; otherwise each inner loop starts where the first one did.
         curvature: "carried" over outer steps, or "fresh" at each.
-        observe: "all" inner steps, or "end": the batches of the cross derivative, once, where the inner loop has ended. This
-            is one pass more and far fewer updates of A, for an inverse whose update is dear and whose batch is all the
-            data. The curvature is then that of the very point; natural steps begin with the last one.
+        observe: "all" inner steps, or "end": the batches of the cross derivative, once, after the inner loop. This takes one
+            more pass and far fewer updates of A; it suits an inverse with expensive updates and full batches. The curvature
+            is then that of the final point; natural steps start with the previous one.
         inner: "optimizer" for the optimiser's own steps, or "natural" for steps preconditioned by the same inverse, with
             Levenberg-Marquardt damping. Natural steps need inline execution.
         natural_lr: the length of a natural step, 1 for the full one.
-        natural_steps: how many natural steps make an inner loop, because one is worth many of an optimiser's; None: the
-            solver's inner_steps.
+        natural_steps: natural steps in an inner loop, because one is worth many of an optimiser's; None: the solver's
+            inner_steps.
         natural_floor: the least damping of natural steps; in float32 curvature below about 1e-6 of the largest is noise.
 
     >>> NHGD(cross="trajectory").name
@@ -110,7 +110,7 @@ class NHGD(AbstractAlgorithm):
     at the end), is the preset "nhgd-paper", and algorithm 1 as printed is NHGD(FisherDense(form="inverse",
     update="average", records="raw"), cross="trajectory"). 2. L has no warm start: its
     initial weight in the recursion is zero. 3. "lagged" multiplies the L of this inner loop by the x of the last one, because L
-    is then never needed again; x moves as slowly as v and theta do, and where they come to rest nothing lags.
+    is then never needed again; x moves as slowly as v and theta do, and once they converge nothing lags.
     """
 
     name: ClassVar[str] = "nhgd"

@@ -15,7 +15,7 @@ from nhgd.checkpoint.writer import CheckpointWriter, refuse_kept
 def claimed(path: str | Path, overwrite: bool, resume: bool = False) -> Lock:
     """The right to write checkpoints into a folder, taken before anything that takes long; a `Solver` takes it over.
 
-    A folder that holds checkpoints is refused, unless they are to be gone on from or may go.
+    A folder that contains checkpoints is refused, unless they are to be resumed or overwritten.
     """
     place = as_path(path)
     check_folder("checkpoint", place)

@@ -89,7 +89,7 @@ class Checkpoints:
     def at_work(self, progress: Progress) -> Iterator[Callable[[], None]]:
         """The context of outer steps: the folder is locked, and Ctrl-C leaves a checkpoint of the last complete step.
 
-        What is given is to be called between two steps, where Ctrl-C may come.
+        Yields a function to call between two steps, where Ctrl-C may take effect.
         """
         if self.writer is None or not self._executor.group.leads:
             yield lambda: None

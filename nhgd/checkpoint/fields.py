@@ -37,7 +37,7 @@ class Progress:
         history: one row for each of them.
         whole: whether the run stands between two outer steps.
         run: the call of `Solver.run` that it is in, if it is in one.
-        interrupted: the call that a checkpoint was written in, from its reading until the run goes on.
+        interrupted: the call that a checkpoint was written in, from reading it until the run continues.
         resumed: the folder of the checkpoint that was read, until the first step from it.
     """
 

@@ -4,7 +4,7 @@
     runs/a/checkpoint-000007/history.jsonl           one row for each outer step
     runs/a/checkpoint-000007/run.json                all the rest, with the hashes of the other two and of itself
 
-A new one is written beside, under another name, and renamed; only then is the last but one taken away.
+A new one is written under a temporary name and renamed; only then is the last but one removed.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def write(
     Args:
         path: where the checkpoints of a run lie.
         number: of the new one.
-        contents: what is not a tensor, as JSON.
-        tensors: by name; copied as they are.
+        contents: everything but tensors, as JSON.
+        tensors: by name; copied unchanged.
         history: of the run, of which `pack` gives the JSON of row i.
         before: what this run wrote before, the newest last. The last one stays.
     """

@@ -33,10 +33,10 @@ class Lock:
     """The right to write into a folder.
 
     Args:
-        folder: it is made where it is missing, and taken away again when nothing was written.
+        folder: created if missing, and removed again if nothing was written.
 
     Attributes:
-        busy: whether the run that holds it is taking a step. One that is not gives way to a later one of its own process.
+        busy: whether the run that holds it is taking a step. An idle one gives way to a later one of the same process.
         excludes: whether others are truly kept out; not every file system can.
     """
 

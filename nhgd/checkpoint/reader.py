@@ -115,7 +115,7 @@ def exists(path: str | Path) -> bool:
 def last_kept(path: str | Path) -> str:
     """A sentence that names the newest checkpoint on disk, with a space before it; nothing if there is none to be read.
 
-    It is said after an error, of which it must not make another: the process that writes may take away what is being read.
+    It is part of an error message and must not fail itself: the writing process may delete what is being read.
     """
     for _ in range(3):
         with suppress(InputError), warnings.catch_warnings():

@@ -90,7 +90,7 @@ class Built:
     Attributes:
         task, instance: the task, and what was built from it.
         method, algorithm: the method's name, and itself.
-        settings: of the solver, where they differ from those that suit the task.
+        settings: of the solver, if they differ from the task's own.
     """
 
     task: AbstractTask

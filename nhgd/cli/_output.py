@@ -139,7 +139,7 @@ class Folder:
 def folder(path: Path | None) -> Iterator[Folder | None]:
     """The folder, made and tried out; it is taken away again when the block fails before anything was written.
 
-    When the block is interrupted after that, it is said where to look.
+    If the block is interrupted after that, the message names the folder.
     """
     if path is None:
         yield None

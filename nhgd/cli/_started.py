@@ -23,7 +23,7 @@ def leave_error(sentence: str, code: int, kind: str, lost: int | None = None, ch
         sentence: what to print.
         code: the exit code.
         kind: the class of the error.
-        lost: the rank of another process that was lost, -1 where it is not known which; None: the error is this one's own.
+        lost: the rank of another process that was lost, -1 if unknown; None: the error is this process's own.
         checkpoint: whether the sentence names the last checkpoint.
     """
     if not os.environ.get(ERROR_FILE):

@@ -72,7 +72,7 @@ def bench(
 ) -> None:
     """Time an outer step of a method under several executions, and compare what they find with the inline run.
 
-    Every run begins afresh with the same seed. The executions take turns, so that a noisy machine treats them alike. --out
+    Every run starts afresh with the same seed. The executions alternate, so that noise affects all equally. --out
     writes bench.json, with every single time, and bench.png.
     """
     for option, value, least in (("steps", steps, 1), ("warmup", warmup, 0), ("rounds", rounds, 1)):

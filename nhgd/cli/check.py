@@ -73,8 +73,8 @@ def check(
 ) -> None:
     """Error, time and memory of inverses at the solved inner problem of a task. --set also takes cg.steps=100.
 
-    Inverses that learn see ten batches, or one pass where there are fewer; products run over all inner data. Numbers are
-    float64 unless --set dtype=float32 says otherwise. With --along a run of the task is looked at in place of its solution,
+    Inverses that learn see ten batches, or one pass if there are fewer; products use all inner data. Numbers are
+    float64 unless --set dtype=float32 is given. With --along a run of the task is examined instead of its solution,
     and --set takes the run's settings, too.
     """
     if along is None:

@@ -92,7 +92,7 @@ def run(
 ) -> None:
     """Solve a task by a method. --out writes result.json, history.jsonl, curve.png and the task's own pictures.
 
-    Ctrl-C, SIGTERM and SIGHUP end it after the current outer step; what was reached is written, with "partial": true.
+    Ctrl-C, SIGTERM and SIGHUP end it after the current outer step; the results so far are written, with "partial": true.
     """
     _check_stop_rules(steps, budget)
     if out is not None:

@@ -76,7 +76,7 @@ def lengths(batch: Batch) -> dict[str, int]:
 def common_length(batch: Batch) -> int | None:
     """The number of samples, when all tensors agree on it and no object of another kind holds tensors of its own.
 
-    NumPy arrays, of ids or strings beside the tensors, have no say.
+    NumPy arrays, such as ids or strings, do not count.
     """
     found = set(lengths(batch).values())
     return found.pop() if len(found) == 1 and not _hidden(batch) else None

@@ -40,7 +40,7 @@ class ImageSet:
 def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Read one IDX file of bytes, plain or gzip, and check its magic number, its sizes and its length.
 
-    Which of the two it is, its first bytes tell: browsers unpack files and leave the name as it was.
+    The first bytes decide which it is: browsers unpack files without renaming them.
     """
     check_file(path)
     try:

@@ -26,7 +26,7 @@ class Data:
         arrays: tensors or NumPy arrays with the same first dimension.
         batch: samples per batch; None means all of them. The last batch of a pass may be shorter.
         shuffle: a new order at every pass, drawn from torch's global generator (which a `Solver` seeds).
-        device: where to keep the tensors; default: where they are.
+        device: of the tensors; default: where they are.
 
     >>> data = Data(torch.arange(5.0), batch=2, shuffle=False)
     >>> [index.tolist() for x, index in data]

@@ -27,11 +27,11 @@ class Stream:
     """An endless walk over a re-iterable loader, pass after pass, with batches moved to one device.
 
     Args:
-        source: what is walked over.
+        source: the loader.
         name: what messages call it.
         device: where batches go.
-        remember: note where the random generators stand whenever the source may draw from them, so that `position` can
-            tell where the walk is.
+        remember: note the states of the random generators whenever the source may draw from them, so that `position` can
+            describe the walk.
     """
 
     def __init__(self, source: Iterable[Batch], name: str, device: torch.device, remember: bool = False) -> None:

@@ -152,7 +152,7 @@ class Team(AbstractTeam):
         """As `sum`, but sends only nonzero entries if they are few, such as the weights of one batch among many.
 
         Entries with their places travel when the most that a worker has, times the workers, is below a quarter of the
-        bytes of the whole; all workers decide alike. They are added in the order of the ranks.
+        bytes of the whole; all workers make the same decision. Terms are added in the order of the ranks.
         """
         if sum(t.numel() for t in tensors) < self.sparse_from or len({t.dtype for t in tensors}) != 1:
             return self.sum(tensors)

@@ -31,13 +31,13 @@ class Division:
     """Makes the objectives of a run: those of whole batches, or of this worker's parts of them.
 
     Args:
-        problem: what is solved.
+        problem: the problem.
         team: the workers.
         inner, outer: where the batches come from.
-        clock: of the run: workers draw the dropout of a step from a seed of their own, which follows the steps.
+        clock: of the run: workers draw dropout from separate seeds that depend on the step.
 
     Attributes:
-        found: what the team found out about each level: "divided" or "replicated"; nothing where there is one worker.
+        found: whether the batches of each level are "divided" or "replicated"; empty for one worker.
     """
 
     def __init__(self, problem: Bilevel, team: AbstractTeam, inner: Stream, outer: Stream, clock: Clock) -> None:

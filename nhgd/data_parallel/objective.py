@@ -102,7 +102,7 @@ class DividedObjective(Objective):
     def _summed_step(self, gradient: Sequence[Tensor], found: Pass) -> list[Tensor]:
         """A gradient, the mean loss, and how many workers have news, summed over the workers in one message.
 
-        All workers must have met the same layers, or what they sum would not fit together.
+        All workers must have used the same layers, or their sums would not match.
         """
         mark = float(zlib.crc32(" ".join(found.layers).encode()) % 2**16)
         scalars = torch.tensor([0.0, mark, mark**2, float(found.news)], dtype=torch.float64, device=found.value.device)

@@ -32,7 +32,7 @@ class Shard(Reduction):
     Attributes:
         parts: how many samples each worker has, by rank; None where every worker evaluates all of the batch.
         team: who the others are.
-        step: inner steps of the run so far; a worker draws dropout for its own samples, anew at each step.
+        step: inner steps of the run so far; a worker draws dropout for its own samples at each step.
     """
 
     parts: tuple[int, ...] | None

@@ -29,7 +29,7 @@ class AbstractBackground(AbstractExecutor):
 
     Attributes:
         queue: what waits, and the state.
-        busy: how long the curvature takes, where it is kept; made by `_prepare`.
+        busy: the time of the curvature work on its device; made by `_prepare`.
     """
 
     def __init__(self, max_lag: int | None = None, stale: bool = False) -> None:

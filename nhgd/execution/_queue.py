@@ -50,7 +50,7 @@ class Queue:
         unfinished: jobs, also those that are no records.
         lag: records that wait for the thread.
         launched: records that the thread has done with, and the device perhaps not.
-        error: what the thread, or a look at the device, has raised.
+        error: raised by the thread, or by a check of the device.
     """
 
     def __init__(self, owner: str, traffic: Traffic) -> None:

@@ -24,7 +24,7 @@ class Traffic:
         records: how many were handed over.
         bytes_sent: between devices or processes.
         curvature_seconds: spent keeping the curvature, wherever that is.
-        waited_seconds: for which the inner loop stood still because of it.
+        waited_seconds: for which the inner loop waited.
         largest_lag: the most records that were outstanding after one was handed over, since the last reading.
     """
 
@@ -66,18 +66,18 @@ class AbstractExecutor(ABC):
     """Takes the records of the inner steps and keeps the state of an inverse.
 
     Every backend must give, once it has every record, the state that `Inline` gives. To write one, extend `start` and implement
-    `begin`, `submit`, `state` and `restore`; what it holds that must be let go of goes into `close`. A backend whose work goes on
-    beside the inner loop may have more to say: see `SupportsOverlap`.
+    `begin`, `submit`, `state` and `restore`, and `close` if it holds resources. A backend that works concurrently
+    with the inner loop may implement `SupportsOverlap`.
 
     Args:
         max_lag: how many records may be outstanding before `submit` waits; 0: it waits for each. None: the backend's own.
-        stale: whether an outer step takes the state as it stands when the inner loop ends, records outstanding; by
+        stale: whether an outer step takes the current state at the end of the inner loop, with records outstanding; by
             default it waits for them, so that the result is that of the inline run.
 
     Attributes:
-        inverse: what was started last.
+        inverse: the inverse in use.
         learner: the part of it that learns, whose state this is; None where nothing does, and then nothing is submitted.
-        traffic: what was done so far, for the backend to count.
+        traffic: counters of the backend's work.
         group: the processes that take part.
     """
 

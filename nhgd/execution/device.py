@@ -33,7 +33,7 @@ class Device(AbstractBackground):
     Args:
         device: where the curvature is kept, such as "cuda:1" or "cpu"; None: the next GPU after theta's.
         max_lag: how many records may be outstanding before an inner step waits; default 8.
-        stale: take the curvature as it stands when the inner loop ends, instead of waiting for the outstanding records.
+        stale: take the current curvature at the end of the inner loop, instead of waiting for the outstanding records.
 
     >>> Device("cpu").name
     'device'

@@ -39,11 +39,11 @@ class Stream(AbstractBackground):
     on a stream of high priority, so that its many small kernels pass those of the curvature; and what an inverse does alike
     for each record is a CUDA graph, because each kernel that a second thread launches by itself holds the first one up. Where
     a graph is all of a record's work, the inner loop gathers a few records and launches one graph for them itself, and what
-    that found is looked at later.
+    that found is checked later.
 
     Args:
         max_lag: how many records may be outstanding before an inner step waits; default 8.
-        stale: take the curvature as it stands when the inner loop ends, instead of waiting for the outstanding records.
+        stale: take the current curvature at the end of the inner loop, instead of waiting for the outstanding records.
 
     >>> Stream(max_lag=2).max_lag
     2

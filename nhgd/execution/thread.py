@@ -16,12 +16,12 @@ from nhgd.variable import Variable
 class Thread(AbstractBackground):
     """In a second thread: records are folded in while the inner loop continues.
 
-    The arithmetic runs outside Python's lock, so it truly overlaps where there are cores for both. Nothing is copied. The
+    The arithmetic runs outside Python's lock, so it overlaps if there are cores for both. Nothing is copied. The
     state is that of the inline run, bit for bit, once drained.
 
     Args:
         max_lag: how many records may be outstanding before an inner step waits; default 8.
-        stale: take the curvature as it stands when the inner loop ends, instead of waiting for the outstanding records.
+        stale: take the current curvature at the end of the inner loop, instead of waiting for the outstanding records.
 
     >>> Thread(max_lag=2).max_lag
     2

@@ -33,7 +33,7 @@ class Complaints:
     """Warnings about the solves of a run, each kind given once.
 
     Attributes:
-        patient: whether a residual that is merely large is in order, because x goes on from one outer step to the next.
+        patient: whether a large residual is acceptable, because x continues from one outer step to the next.
         mends: how many more solves may diverge without a word, because the method lowers its step after each.
     """
 
@@ -80,9 +80,9 @@ def implicit(
         at: the point and its oracles.
         inverse: how x is found, from `state` and perhaps from `start`.
         cross: the transposed cross derivative times x; default: at the point itself.
-        outer: the outer gradient, where it is known already.
+        outer: the outer gradient, if already known.
         complaints: of the run this is a part of; without one, a solve in trouble is warned of here and now.
-        adjust: what is made of x before it is used.
+        adjust: a correction of x before it is used.
     """
     outer = at.outer() if outer is None else outer
     x, stats = inverse.apply(state, outer.theta, at, start)
@@ -110,7 +110,7 @@ def implicit(
 def measured(at: Oracle, inverse: AbstractInverse, found: Hypergradient) -> Hypergradient:
     """Statistics with the residual, by one extra uncounted product if the inverse does not know it.
 
-    A method that does not know its residual promises none, so it is warned of one only where it learnt next to nothing.
+    A method that does not know its residual promises none, so a warning is given only if it learnt next to nothing.
     """
     if found.stats.residual is not None or found.adjoint is None:
         return found
@@ -138,7 +138,7 @@ def _vanished(size: int, uu: float, ux: float, xx: float) -> bool:
 
     The mean squared gradient of a sample is the trace of the Fisher matrix. D times the curvature that the inverse found along
     x stands for it, because the default damping is a share of the mean diagonal; beside it stands the squared gradient of the
-    outer loss. A large outer loss looks the same, which the product tells.
+    outer loss. A large outer loss looks the same, which the product distinguishes.
     """
     return bool(xx > 0 and size * ux / xx < VANISHED * uu)
 

@@ -57,7 +57,7 @@ def through(
 
     Args:
         start: theta_0, one tensor a leaf, taken as a constant.
-        seed: what dropout of the outer pass is drawn from; that of the steps comes from the generator as it stands.
+        seed: of the dropout of the outer pass; that of the steps comes from the current generator.
         radius: of the ball Pi projects onto; None for no projection.
     """
     variable = problem.theta

@@ -31,7 +31,7 @@ INVERSES = Registry("inverse", AbstractInverse, list(vars().values()))
 def resolve(inverse: str | AbstractInverse) -> AbstractInverse:
     """An inverse from its name, with default settings, or from itself.
 
-    A number behind the name sets how many steps it takes, and refined takes the name of what it refines.
+    A number after the name sets its steps, and refined is followed by the name of the inner inverse.
 
     >>> resolve("cg-10")
     CG(steps=10, tol=1e-08, damping=0.0)

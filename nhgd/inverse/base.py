@@ -28,12 +28,12 @@ class SolveStats:
         residual: |H x - u| / |u|, or None where knowing it would have cost an extra Hessian product.
         hvps: Hessian products spent, counted in batches.
         converged: whether the method's own stopping test was met; a method without one says whether its residual is at most
-            0.1, or True where it does not know its residual.
+            0.1, or True if its residual is unknown.
         notes: anything else worth knowing, by name. Those that every reader understands: `negative_curvature`, whether a
             direction with clearly negative curvature was met; `diverged`, whether the iteration grew; `outside`, the part of
             u, of its length, that was seen to lie outside of the range of H; `cut`, beside it, how long the part of x that
             was left out with it could be, of x's length.
-        trouble: what is wrong with x, in a sentence with the remedy; None where nothing is known to be.
+        trouble: what is wrong with x, in a sentence with the remedy, or None.
     """
 
     residual: float | None
@@ -73,7 +73,7 @@ class AbstractInverse(Validated, ABC):
 class Learned(AbstractInverse, Generic[S]):
     """An inverse that learns from the inner steps: `init`, `observe` and `solve` around a state of its own kind, S.
 
-    It says what it needs of an inner step, which computes nothing else. Of the point of a solve it needs the ridge alone.
+    It declares what it needs of an inner step, which computes nothing else. A solve needs only the ridge of its point.
     A state that is to be saved, moved or sent derives from `State`.
     """
 

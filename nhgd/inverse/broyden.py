@@ -35,7 +35,7 @@ class Broyden(Iterative):
     the classical one, which needs up to 2 D steps. Each step takes one Hessian product.
 
     Args:
-        steps: products at most, beside the one or two that measure the first x.
+        steps: maximum number of products, in addition to the one or two that measure the first x.
         pairs: how many pairs (s, y) are remembered; the oldest goes first.
         tol: relative residual at which to stop.
         line_search: the alpha above, which minimises |r| and costs no product; otherwise alpha = 1.

@@ -36,7 +36,7 @@ class CG(Iterative):
     Args:
         steps: products at most.
         tol: relative residual at which to stop.
-        damping: added to the diagonal of H. "auto": in a run, that of its horizon; elsewhere nothing.
+        damping: added to the diagonal of H. "auto": the horizon's in a run; nothing elsewhere.
 
     >>> CG(steps=10, tol=1e-6).products
     10

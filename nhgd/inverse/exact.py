@@ -93,7 +93,7 @@ def dense(oracle: Oracle, tick: Callable[[float], None] = lambda done: None, chu
     It is symmetric but for the rounding errors of its products.
 
     Args:
-        tick: told the fraction done after each pass.
+        tick: called with the fraction done after each pass.
         chunk: products in one pass; fewer need less memory.
     """
     theta = oracle.problem.theta

@@ -69,7 +69,7 @@ class FisherDense(Learned[DenseState]):
     held: they are in the prior alone, and without visits A grows by 1 / (1 - g) each step. A guard watches that growth.
 
     Args:
-        form: "matrix" or "inverse": what is kept.
+        form: "matrix" or "inverse": which of the two is kept.
         update: "average" or "ema": how observations are weighted.
         beta: what an EMA keeps each step, between 0 and 1.
         records: "sample" (per-sample gradients, folded as one block); "batch" (the gradient of the batch without the
@@ -77,7 +77,7 @@ class FisherDense(Learned[DenseState]):
             saw it, ridge included, as the paper prints it: it estimates F / B near an inner optimum, and nothing useful
             for full batches).
         fisher: "empirical", "exact" or "sampled"; the last two need records="sample".
-        damping: added to the diagonal beside the ridge, in the matrix form alone. "auto": in a run, that of its horizon;
+        damping: added to the diagonal with the ridge, in the matrix form only. "auto": the horizon's in a run;
             elsewhere, and for None everywhere, nothing under a positive ridge and 1e-3 of the mean diagonal of F otherwise.
         warm: what a new outer step begins from. "prior": the last estimate, worth t0 observations at most; "accumulate":
             the last estimate and its count; "reset": nothing learnt before.

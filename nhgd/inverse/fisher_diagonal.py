@@ -52,9 +52,9 @@ class FisherDiagonal(LayerMeans[FisherDiagonalState]):
     product of squared scores and squared inputs.
 
     Args:
-        damping: added to the diagonal, beside the ridge 2 l2. "auto": in a run, that of its horizon; elsewhere, and for
+        damping: added to the diagonal with the ridge 2 l2. "auto": the horizon's in a run; elsewhere, and for
             None everywhere, nothing where the ridge is positive everywhere, else 1e-3 of the mean of f. `notes["damping"]`
-            says what was used beside the horizon's.
+            says what was used in addition to the horizon's.
         beta: how slowly batches fade from the running mean, in [0, 1), with bias correction; None: never, and every
             sample observed counts the same.
         fisher: "empirical", "exact" (expectation over the model's own labels) or "sampled".

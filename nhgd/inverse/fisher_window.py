@@ -71,14 +71,14 @@ class FisherWindow(Periodic[WindowState]):
         fisher: "empirical", "exact" or "sampled"; the last two need records other than "batch". "auto": where the problem has
             a likelihood, "sampled", or in a run "exact" where the overhead pays for its roots, as it does for one output a
             sample; else "empirical".
-        damping: added to the diagonal beside the ridge. "auto": in a run, that of its horizon; elsewhere, and for None
+        damping: added to the diagonal with the ridge. "auto": the horizon's in a run; elsewhere, and for None
             everywhere, nothing under a positive ridge and 1e-3 of the mean diagonal of F otherwise.
         allow_large: admit more than 20,000 rows; memory grows with their square and the solve with their cube.
         overhead: in a run, the share of the inner loop that records and solves may take, of its gradients as of its cost by a
             model of operations from shapes. Records are then of the last inner steps of a loop, and the window may hold
             fewer samples; `effort` says what it came to, and so do the run's stats. None: every step is recorded, as
             everywhere outside of a run.
-        effort: which steps are recorded, and how many samples are kept, where that is to be said; see `Effort`.
+        effort: which steps are recorded and how many samples are kept, if that is to be set explicitly; see `Effort`.
 
     >>> from nhgd.variable import Variable
     >>> inverse = FisherWindow(window=2, records="sample")

@@ -22,7 +22,7 @@ class Identity(Iterative):
         x = scale * u
 
     Args:
-        scale: what stands for the inverse curvature.
+        scale: the inverse curvature.
 
     >>> Identity(scale=0.5).name
     'identity'

@@ -38,34 +38,34 @@ class KFAC(AbstractKronecker[KroneckerState]):
         X = Q_G [ (Q_G^T U Q_A) / (g a^T + 2 l2 + damping) ] Q_A^T
 
     With one sample and one place F_layer is exact. A layer that is called several times counts every call as a place; a
-    grouped convolution has a pair of factors for each group. A parameter outside such layers gets a block of its own,
+    grouped convolution has a pair of factors for each group. A parameter outside such layers gets a separate block,
     dense up to `dense_limit` entries and diagonal above; `notes["others"]` says which. With BatchNorm in training mode g_it
     is the score of the batch objective, through the statistics of the batch, and `notes["statistics"]` says so.
 
-    Where ridge and damping, R, differ within a layer as a product of rows and columns, R_ij = d_i c_j, such as one for each
-    input feature and another for the bias, the solve stays as exact: it is that of C^-1/2 A C^-1/2 and D^-1/2 G D^-1/2 with a
-    ridge of 1. For any other R it takes conjugate gradients on matrices, X -> G X A + R * X, in that basis, 50 iterations at
-    most: no gradient, no product of a Hessian. They end at a relative residual of 1e-6, in float32 of 1e-4, and what they do
-    not finish is at least as near as the solve with the mean of R. `notes["ridge_iterations"]` and `notes["ridge_residual"]`
-    say how it went. Where eigendecompositions are kept, and those of scaled factors would cost more than the iterations that
-    are allowed, they run in the basis that is kept. `solver="cholesky"` takes the nearest product for R.
+    If ridge and damping, R, differ within a layer as a product of rows and columns, R_ij = d_i c_j, such as one for each
+    input feature and another for the bias, the solve stays exact: it uses C^-1/2 A C^-1/2 and D^-1/2 G D^-1/2 with a ridge
+    of 1. Any other R takes at most 50 iterations of conjugate gradients on matrices, X -> G X A + R * X, in that basis,
+    without gradients or Hessian products. They stop at a relative residual of 1e-6 (1e-4 in float32); without convergence
+    the result is at least as good as the solve with the mean of R. `notes["ridge_iterations"]` and `notes["ridge_residual"]`
+    report on it. If eigendecompositions are kept, and those of scaled factors would cost more than the allowed iterations,
+    they run in the kept basis. `solver="cholesky"` uses the nearest product for R.
 
     Args:
-        damping: added to the diagonal, beside the ridge 2 l2. "auto": in a run, that of its horizon; elsewhere, and for
+        damping: added to the diagonal with the ridge 2 l2. "auto": the horizon's in a run; elsewhere, and for
             None everywhere, nothing where the ridge is positive everywhere, else 1e-3 of the mean diagonal of F.
-            `notes["damping"]` says what was used beside the horizon's.
+            `notes["damping"]` says what was used in addition to the horizon's.
         beta: how slowly batches fade from the running means, in [0, 1), with bias correction; None: never, and every
             sample observed counts the same.
         fisher: "empirical", "exact" (expectation over the model's own labels) or "sampled".
         factor_every: inner steps from one record to the next.
-        invert_every: None: eigendecompositions are made in each solve, of the factors as they are then. A number: they are
-            made at the first and at every so many observations, kept in the state, and a solve uses those.
+        invert_every: None: each solve computes the eigendecompositions of the current factors. A number: they are
+            computed at the first and then at every `invert_every`-th observation, and kept in the state for solves.
         invert_phase: at which observation of each period; 0 is its last. With as many inner steps as the period, 1 makes
-            them while the inner loop runs, where curvature is kept beside it.
-        overhead: in a run, the share of the inner loop's cost that records, decompositions and solves may take, by a model of
-            operations from shapes; what it came to is in `effort`, and so in the run's stats. None: every step and every
-            sample is taken, as everywhere outside of a run. Periods that are given take its place.
-        effort: how much is taken, where that is to be said; see `Effort`.
+            them while the inner loop runs, if curvature is updated concurrently.
+        overhead: in a run, the share of the inner loop's cost that records, decompositions and solves may take, estimated
+            from shapes; the decision is in `effort`, and so in the run's stats. None: every step and every sample is
+            recorded, as always outside of a run. Explicit periods replace it.
+        effort: how much is recorded, if it is to be set explicitly; see `Effort`.
         dense_limit: the largest parameter outside the layers that gets a dense block.
         dtype: of the statistics; None: of the layers' numbers (theta's dtype, outside of autocast), at least float32.
         solver: "eigen" as above, or "cholesky": (A + pi sqrt(d) I) (x) (G + sqrt(d) / pi I) in place of

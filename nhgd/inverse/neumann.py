@@ -26,7 +26,7 @@ class Neumann(Iterative):
         x = phi * sum_{k=0}^{terms} (I - phi H)^k u,      0 < phi < 2 / lambda_max(H)
 
     so `terms` counts the products; the sum has terms + 1 summands. The residual u - Hx is the next summand over phi,
-    which costs one more product and tells how far the sum is from the solution.
+    which costs one more product and shows how far the sum is from the solution.
 
     Args:
         terms: products of the series.

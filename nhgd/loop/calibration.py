@@ -30,7 +30,7 @@ REPEATED_CALL = 2e-6  # seconds of one operation of a captured step, beside its 
 def calibrate(loop: Loop, steps: int | None = None) -> None:
     """Let the loop use its inverse within its `overhead`, if it has one.
 
-    Nothing is timed: the operations of one inner step are counted, and priced by constants. What was decided is in the loop's
+    Nothing is timed: the operations of one inner step are counted, and priced by constants. The decision is in the loop's
     inverse, and so in the run's stats: giving it back repeats the run.
 
     Args:
@@ -72,7 +72,7 @@ def of_all_roots(learner: Periodic[Any], problem: Bilevel, batch: Batch, most: i
     """A window with fisher="auto", made exact if a record of all roots takes few enough passes, and the number of
     roots.
 
-    With it the number of roots, where that is known. One root is the same as a random sign of it, and no noise at all.
+    The number is None if unknown. A single root equals its random sign, without noise.
     """
     if not isinstance(learner, FisherWindow) or learner.fisher != "auto" or learner.records == "batch":
         return learner, None

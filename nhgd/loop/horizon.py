@@ -15,7 +15,7 @@ from nhgd.oracle import Oracle
 
 MEMORY = 0.8  # of the running mean of cosines, for each outer step
 POWER = 0.75
-STEADY = 0.8  # the most that the running mean of adjoints keeps of itself
+STEADY = 0.8  # the largest memory of the running mean of adjoints
 # Outer steps for which v has persisted before a longer horizon is taken, where v has too many entries
 UNDETERMINED = 1e3
 # Inner loops beyond which the damping is negligible; the second without a ridge, where nothing else is added.
@@ -25,10 +25,10 @@ SHARE = 0.05  # of the inner loop's gradients that may be spent on measuring
 PRODUCT = 2.5  # gradients that a Hessian product with a graph of its own is worth
 POOR, GOOD = 0.25, 0.75  # shares of the predicted gain, as Levenberg and Marquardt have them
 TRUST = (1.0, 1e6)
-LENGTH = 100.0  # by which x may be made longer or shorter
+LENGTH = 100.0  # the largest factor by which x is rescaled
 PERSISTENT = 0.9  # cosine
 FAR = 10.0  # length of a Newton step relative to theta
-STREAK = 3  # poor measurements in a row are said aloud
+STREAK = 3  # poor measurements in a row that cause a warning
 RISE = 3.0  # of the lowest outer loss
 SETTLED = 20  # outer steps
 
@@ -37,46 +37,46 @@ SETTLED = 20  # outer steps
 class Horizon:
     """The damping of the implicit formula within a run, adapted as it goes.
 
-    T inner steps of size eta from where theta stands answer a change of v by the Neumann series of T terms, which is close to
-    (H + I / (eta T))^{-1}: slow directions have no time to follow. A change that persists over m outer steps has m inner loops:
+    T inner steps of size eta from the current theta answer a change of v by the Neumann series of T terms, which is close to
+    (H + I / (eta T))^{-1}: slow directions have no time to respond. A change that persists over m outer steps has m inner loops:
 
         damping = trust / (eta T m),     m = ((1 + rho) / (1 - rho))^(3/4)
 
-    rho is the running mean of the cosine between successive adjoints x. Where x turns from one outer step to the next, because v
-    moves what the inner problem sees, m is about 1; as v settles, rho goes to 1, m grows without bound and the damping vanishes.
-    (1 + rho) / (1 - rho) is how many steps a first-order autoregressive process remembers; the power keeps some distance to it,
-    because an answer for too long a horizon costs more than one for too short.
+    rho is the running mean of the cosine between successive adjoints x. If x turns from one outer step to the next, because v
+    changes the problem that the inner loop sees, m is about 1; as v settles, rho tends to 1, m grows without bound and the
+    damping vanishes. (1 + rho) / (1 - rho) is the memory, in steps, of a first-order autoregressive process; the power keeps m
+    below it, because overestimating the horizon costs more than underestimating it.
 
-    Where v has more entries than the outer samples have labels, the outer loss does not determine it: a better answer fits those
-    samples sooner, and nothing else. Then m = max(1, (1 + rho) / (1 - rho) / 1000), that of unrolling until v has settled. And the
-    noise of outer batches and inner steps adds up in so many entries: cross derivatives that are taken inside the inner steps are
-    taken along the running mean of x, with rho as its memory, so that what persists is kept, and what is noise, or turns, is not:
+    If v has more entries than the outer samples have labels, the outer loss does not determine v: a better response only
+    overfits those samples sooner. Then m = max(1, (1 + rho) / (1 - rho) / 1000), that of unrolling until v has settled. The
+    noise of outer batches and inner steps also accumulates in so many entries. Cross derivatives that come from the inner steps
+    are therefore taken along a running mean of x, with rho as its memory, which keeps persistent components and averages noise:
 
         average <- r average + (1 - r) x,     r = min(max(rho, 0), 0.8)
 
-    Now and then, at most for a twentieth of the inner loop's work, Hessian products measure x against the damped system:
+    Now and then, for at most a twentieth of the inner loop's work, Hessian products measure x against the damped system:
 
         w = (H + damping I) x,     residual = |w - u| / |u|
 
-    Where x turns (rho below 0.9), one product adapts the trust as Levenberg and Marquardt do. Were the learnt matrix right, x
-    would lower x.(H + damping I)x / 2 - u.x by u.x / 2; 2 - x.w / x.u is the share of it that is true. Below 1/4, or where the
-    curvature along x is negative, the trust is doubled; above 3/4 it is halved, to 1 at least. And x is given the right length.
+    If x turns (rho below 0.9), one product adapts the trust as Levenberg and Marquardt do. With an exact learnt matrix x would
+    lower x.(H + damping I)x / 2 - u.x by u.x / 2; the ratio of the actual to this predicted reduction is 2 - x.w / x.u. Below
+    1/4, or with negative curvature along x, the trust is doubled; above 3/4 it is halved, to no less than 1. x is also rescaled.
 
-    Where x persists, a second product refines it along z = P^{-1} (u - w), P the learnt matrix: the best a x + b z is taken, and
-    what it differs by is kept for the outer steps to come,
+    If x persists, a second product refines it along z = P^{-1} (u - w), with P the learnt matrix. The best a x + b z is used,
+    and its difference is kept for later outer steps,
 
         x = scale P^{-1} u + correction,     correction <- rho correction at each outer step
 
-    so that a settled run arrives at the exact adjoint, by one step of preconditioned descent after another.
+    so that a settled run converges to the exact adjoint by preconditioned descent.
 
     Attributes:
         cosine: the running mean, on the device of x; `rho` is its last reading.
-        warm: whether theta goes on from one outer step to the next.
-        determined: whether the outer samples have at least as many labels as v has entries, or it is not known how many they have.
+        warm: whether theta is warm-started at each outer step.
+        determined: whether the outer samples have at least as many labels as v has entries, or their number is unknown.
         adjoint: the last x.
-        average: the running mean of x, where v is not determined.
+        average: the running mean of x, if v is not determined.
         trust, scale, correction: as above.
-        poor, far: how many of the last ones in a row found x poor, and theta far from its inner optimum.
+        poor, far: how many measurements in a row found x poor, and theta far from its inner optimum.
         steps: outer steps.
         lowest, recent: the lowest running mean of the outer loss, and the present one.
     """

@@ -24,7 +24,7 @@ class LevenbergMarquardt:
         x     = (F + 2 l2 + damping I)^{-1} g,         theta <- theta - lr x
         ratio = (loss before - loss after) / (lr (1 - lr / 2) g.x)
 
-    A step that does not lower the loss of its own batch is taken back, the damping multiplied by 4 and another tried, three
+    A step that does not lower the loss of its batch is undone, the damping multiplied by 4 and another tried, three
     times in all, from the curvature at hand. The damping is doubled below a ratio of 1/4 and divided by 3 above 3/4, but
     kept at `floor` or more: below it the curvature is rounding.
 

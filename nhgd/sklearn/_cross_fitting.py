@@ -172,7 +172,7 @@ class CrossFitting:
     """Models of one learner, each trained without one fold, on samples with weights and on trusted ones with weight 1.
 
     Args:
-        learner: what is trained.
+        learner: the learner to train.
         samples, fold: the samples, and the fold of each, (N,).
         trusted, trusted_fold: trusted ones, maybe none.
     """

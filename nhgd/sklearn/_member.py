@@ -24,7 +24,7 @@ class Member:
 
     Attributes:
         learner: how it was trained.
-        log_prior: log p(x), sharpened, (N, C), before the given label is looked at.
+        log_prior: log p(x), sharpened, (N, C), without the given label.
         log_posterior: log P(true class | x, given label), (N, C).
         noise: how labels became wrong, by this model.
         first_log_likelihood: under learnt weights, before any that other folds took part in.

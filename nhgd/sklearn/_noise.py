@@ -73,7 +73,7 @@ def fit_noise(
 
     Args:
         scores, labels: of samples that the model was not trained on, (N, C), and their given labels, (N,).
-        trusted_scores, trusted_labels: the same of trusted ones, which tell the sharpness by themselves.
+        trusted_scores, trusted_labels: the same of trusted samples, which determine the sharpness alone.
         prior: the power of the sharpness that is its prior, where there are no trusted ones.
 
     >>> rng = np.random.default_rng(0)

@@ -47,7 +47,7 @@ class NoTrustedSetWarning(UserWarning):
     """Part of the noisy data was held out because no trusted set was given.
 
     Attributes:
-        finding: which part, as a sentence; the message goes on with what to do.
+        finding: which part, as a sentence; the message continues with the remedy.
     """
 
     def __init__(self, held_out: int, samples: int) -> None:
@@ -71,11 +71,11 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
     2. Models trained with these weights score samples that they were not trained on (5 folds). From the scores comes a
        noise model, P(given | x) = sum_k p_k(x) T_kj, and from this the probability that a label is wrong; trained again with
        the probability to be right as weights, twice, they give the final one. Trusted samples have weight 1 and, out of
-       fold, tell how sure scores are. All of it is done with several ridges, and the probabilities are averaged.
+       fold, calibrate the scores. All of this is done with several ridges, and the probabilities are averaged.
     3. Suspect are the most probable ones, as many as make the expected F1 greatest, and only where the model without
        them calls the sample something else than the given label.
 
-    Features are standardised here, so that no scaler is needed before. The steps of a Pipeline transform X alone; where there
+    Features are standardised here, so no scaler is needed. The steps of a Pipeline transform X only; if there
     are some, X_trusted goes through them by `Pipeline(..., transform_input=["X_trusted"])` with scikit-learn's metadata
     routing and `set_fit_request(X_trusted=True, y_trusted=True)`, or by hand: `pipeline[:-1].transform(X_trusted)` after they
     were fitted. A trusted set on another scale than X is warned of.
@@ -88,7 +88,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         inner_steps: inner steps for each of them.
         l2: the ridge of the model, on standardised features; None: an average over several, with a linear model, else 1e-2.
         batch_size: samples an inner step sees.
-        held_out: the part of the data that stands for the trusted set when none is given.
+        held_out: the part of the data that replaces the trusted set if none is given.
         robustness: q of the bounded loss, in (0, 1].
         device: where weights are learnt and modules trained, "cpu", "cuda" or a torch.device.
         verbose: show a progress bar; None: on a terminal only.
@@ -155,7 +155,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             X, y: the samples, (N, P), and their labels, (N,), some of them wrong.
             X_trusted, y_trusted: samples whose labels are right, every class among them.
             pred_probs: probabilities of the classes, sorted, for every sample, (N, C), by a model that was not trained on it
-                (out of fold). Suspects are then found from these alone; a trusted set has no part in it and is refused.
+                (out of fold). Suspects are then found from these alone; a trusted set is refused.
         """
         self._check_settings()
         X, y = validate_data(self, X, y, dtype="numeric")

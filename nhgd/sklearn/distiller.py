@@ -40,7 +40,7 @@ class DatasetDistiller(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  #
         steps: outer steps, at most; None: as many as fit into the budget.
         budget: time to learn in, such as 30, "60s" or "5m"; None: no limit. With it, results depend on the machine.
         lr: the first step size of the samples, in deviations of the data; it falls to 0.
-        batch_size: training samples that an outer step sees. Beside the data itself, memory is bounded by it.
+        batch_size: training samples of an outer step. Apart from the data itself, it bounds the memory.
         scale: "all": one mean and one deviation for all features, as suits pixels; "feature": one of each.
         device: where to learn, "cpu", "cuda" or a torch.device.
         verbose: show a progress bar; None: on a terminal only.

@@ -30,7 +30,7 @@ def read(dataset: str, preferred: str, data: str | Path | None) -> Images:
 
     Args:
         dataset: "digits", "mnist", "fashion-mnist" or "auto".
-        preferred: what "auto" means where a folder is named; elsewhere it means the digits.
+        preferred: what "auto" means if a folder is given; otherwise it means the digits.
         data: the folder the user named, if any.
     """
     if dataset == "digits":

@@ -61,8 +61,8 @@ def lbfgs(value: Callable[[], Tensor], leaves: Sequence[Tensor], tol: float, ste
     """L-BFGS with a strong Wolfe search, in place; returns the norm of the last gradient, at most `tol`.
 
     Args:
-        value: what is minimised, a scalar with its graph, at the leaves as they stand.
-        leaves: what it is minimised over.
+        value: the scalar to minimise, with its graph, at the current leaves.
+        leaves: the variables to minimise over.
     """
     optimiser = torch.optim.LBFGS(
         list(leaves),

@@ -16,12 +16,12 @@ class OverfittingWarning(UserWarning):
 def overfitting(first: Row, best: Row, end: Row, by_loss: bool) -> dict[str, float]:
     """How far the weights overfit the trusted samples; warns if it is too far.
 
-    overfitting: by which part the evaluation loss rose from its least while the trusted loss went on falling, 0 where it
-    did not. gap: by which part the trusted loss is below the evaluation loss, less what it was after the first step. It
+    overfitting: the relative rise of the evaluation loss from its minimum while the trusted loss still fell, 0 if it
+    did not. gap: how far the trusted loss is below the evaluation loss, relative, minus that after the first step. It
     warns when the one is above a tenth or the other above a half.
 
     Args:
-        first, best, end: losses after the first step, where that on the evaluation split was least, and at the end.
+        first, best, end: losses after the first step, at the lowest evaluation loss, and at the end.
         by_loss: whether one function weighs all samples already.
 
     >>> first = {"evaluation_loss": 0.5, "outer_loss": 0.5}

@@ -110,7 +110,7 @@ class WeightedTraining:
     def start_from_trusted(self) -> None:
         """Fit theta to the trusted samples, if there are any, with ten times the ridge.
 
-        Far from a good theta all losses are alike, and a weight that depends on them says nothing.
+        Far from a good theta all losses are similar, and weights that depend on them mean nothing.
         """
         if len(self.trusted.y):
             _as_far_as_possible(lambda: fit(self.model, self.trusted, 10 * self.l2, 1e-2, steps=200))

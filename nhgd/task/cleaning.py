@@ -58,10 +58,10 @@ class Cleaning(AbstractTask):
         outer: mean cross-entropy on the trusted samples
 
     The model is a softmax classifier with bias, or any other. A third split, for evaluation, chooses the outer step whose
-    numbers are reported, and tells overfitting: see `overfitting`, whose numbers are among the metrics. A sample is
+    numbers are reported, and detects overfitting: see `overfitting`, whose numbers are among the metrics. A sample is
     suspect when its weight is below 0.5.
 
-    By default the weight is a function of the sample's loss with two parameters, which a small trusted set can tell.
+    By default the weight is a function of the sample's loss with two parameters, which a small trusted set can determine.
     With a free weight for each sample, as in the paper, a good hypergradient overfits the trusted set. Half of the trusted
     samples join the inner problem with weight 1; the other half makes the outer loss, because samples that were trained
     on cannot judge.
@@ -302,7 +302,7 @@ class CleaningInstance(Instance):
     """The problem with its splits.
 
     Attributes:
-        task: what it was built from.
+        task: the settings it was built from.
         sets: the four splits.
         training: the inner problem.
         inner_lr: the first inner step size.

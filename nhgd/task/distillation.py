@@ -96,7 +96,7 @@ class Distillation(AbstractTask):
         inner_lr: None: half the inverse of the largest curvature at the first images.
         outer_lr, outer: "adam" or "sgd", with outer_lr falling to 0 over the steps or the budget. Twice as large a step
             gets further in a few hundred steps, but the images are then of less use to another architecture.
-        box: keep every pixel between black and white, so that what is learnt are images.
+        box: keep every pixel between black and white, so that the results are images.
         dtype: "float32" or "float64".
     """
 
@@ -233,7 +233,7 @@ class DistillationInstance(Instance):
     """The problem with its data.
 
     Attributes:
-        task, seed: what it was built from.
+        task, seed: the settings it was built from.
         sets: the training and the test set.
         model, v: theta, and the images.
         random: as many random training images, (n C, P).

@@ -25,7 +25,7 @@ class Division:
     """Layers assigned to curvature ranks by the cost of their eigendecompositions; a single rank gets everything.
 
     Args:
-        inverse: what is divided; only Kronecker-factored ones can be.
+        inverse: the inverse to divide, which must be Kronecker-factored.
         theta: the parameters.
         parts: how many ranks there are.
     """

@@ -35,7 +35,7 @@ class Client:
     Args:
         messenger: what sends and receives.
         max_lag: how many records may be outstanding.
-        traffic: counts what is sent and waited for.
+        traffic: counts bytes and waiting time.
     """
 
     def __init__(self, messenger: Messenger, max_lag: int, traffic: Traffic) -> None:
@@ -111,7 +111,7 @@ class Client:
         """Ask every curvature rank and wait for the answers; of several inner ranks the first asks for all.
 
         Args:
-            word: what is asked.
+            word: the request.
             parts: what each curvature rank is given.
             overtake: whether the answer is wanted before the records that are outstanding are in the state.
             alone: whether the first inner rank alone is answered.

@@ -1,6 +1,6 @@
 """Messages between inner and curvature ranks: point-to-point sends of torch.distributed, each with a time limit.
 
-A message is a head of four numbers, followed by its text and by the bytes of its tensors, where it has any. The head says
+A message is a head of four numbers, followed by its text and by the bytes of its tensors, if any. The head says
 how long they are, so that a record whose layout the receiver knows is a head and one flat tensor.
 """
 

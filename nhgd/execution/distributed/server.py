@@ -42,7 +42,7 @@ class Server:
 
     Args:
         messenger: what sends and receives.
-        inverse: what is kept.
+        inverse: the inverse to keep.
         theta: the parameters.
         max_lag: how many records an inner rank may be ahead.
     """

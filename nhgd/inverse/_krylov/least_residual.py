@@ -71,7 +71,7 @@ class LeastResidual:
         """x, the length of its residual, and True, if that residual, recomputed, is clearly below the one at the
         first suspicion.
 
-        Otherwise what was the best then, and False.
+        Otherwise the best at that time, and False.
         """
         if self._sure is None:
             return self.x, self.length, True

@@ -40,7 +40,7 @@ def pcg(
                  p = z_new + (r_new.z_new / r.z) p
 
     It stops at a relative residual of `tol`, and on curvature that is not positive. One product more is spent where a curvature
-    of rounding size was met: it tells whether the residual truly fell. On negative curvature in the very first step from zero,
+    of rounding size was met: it shows whether the residual fell. On negative curvature in the very first step from zero,
     x is M^{-1} u itself, shortened where its product is more than ten times as long as u.
 
     Args:

@@ -24,7 +24,7 @@ def resolve_damping(damping: Damping, ridge: Ridge, mean_diagonal: float | Calla
     Args:
         damping: what the user asked for. "auto" asks for the damping of a run's horizon, which comes with the ridge.
         ridge: that of the point.
-        mean_diagonal: of F, without the ridge; or how it is found, where that is work.
+        mean_diagonal: of F, without the ridge; or a function that computes it.
 
     >>> resolve_damping(None, Ridge(0.1), mean_diagonal=2.0)
     0.0

@@ -12,19 +12,19 @@ class Effort:
     """Which inner steps are recorded, how much of them, and when factors are decomposed: by step numbers alone.
 
     Attributes:
-        samples: of each batch that a record takes; None: all.
-        places: of each sample that a record takes at a layer that sees more of them; None: all.
-        every, last: of each `every` inner steps the `last` are recorded; None: the first one.
+        samples: how many of each batch a record takes; None: all.
+        places: how many of each sample a record takes at layers with more of them; None: all.
+        every, last: of each `every` inner steps the last `last` are recorded; None: the first one.
         invert_every: observations from one decomposition of all factors to the next.
-        small: factors of up to so many rows are decomposed at every observation.
-        memory: samples after which a running mean has forgotten, or that a window holds; None: what `beta` or `window` says.
-        build_up: inner steps at the beginning of which more are recorded, so that there is something to invert.
+        small: factors with up to this many rows are decomposed at every observation.
+        memory: samples that a running mean remembers, or a window holds; None: as `beta` or `window` says.
+        build_up: inner steps at the beginning, of which more are recorded, so that there is something to invert.
         build_up_every, build_up_last: which of these, in the same way.
         build_up_samples: of each batch in these records; None: all, and all places.
         invert_at: observations at the beginning at which all factors are decomposed; None: in the build-up they are in each
             solve, and nothing is kept.
-        iterations: of conjugate gradients at most, in a solve where the ridge differs within a layer; None: as many as are
-            taken outside of a run.
+        iterations: at most this many of conjugate gradients in a solve with an uneven ridge; None: as many as are
+            used outside of a run.
 
     >>> effort = Effort(samples=8, every=10, invert_every=5, build_up=20, build_up_samples=64, invert_at=(10, 22))
     >>> [step for step in range(50) if effort.records(step)] == [*range(20), 20, 30, 40]

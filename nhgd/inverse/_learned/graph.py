@@ -14,8 +14,8 @@ class Graphable(NamedTuple):
     """Work on a record that is the same again and again.
 
     Attributes:
-        key: what it depends on beside the record's shapes.
-        work: what is done with the record; its result is what `observe(state, record, ready)` takes beside the record.
+        key: what it depends on besides the record's shapes.
+        work: of the record; its result is the third argument of `observe(state, record, ready)`.
         speculative: where the work is all that is done with tensors and its result is one tensor of a few numbers to look at: the
             state to launch the next record's work from, and to solve with, before these numbers are known. None: there is no
             going on before. Which of the two it is must depend on the type of the record alone.

@@ -290,7 +290,7 @@ class AbstractKronecker(LayerMeans[T]):
         """Factors, twice while a batch is folded in, eigenvectors and what finding them takes, blocks, moments,
         three vectors.
 
-        A solve with a ridge that differs within layers holds a dozen vectors more, and bases of its own.
+        A solve with an uneven ridge holds a dozen more vectors, and separate bases.
         """
         size = (self.dtype or torch.promote_types(theta.dtype, torch.float32)).itemsize
         layers = layer_shapes(theta)

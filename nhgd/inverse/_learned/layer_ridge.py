@@ -156,13 +156,13 @@ class Uneven:
 
         M^{-1} = W Q^T R^{-1} Q W + d / (d + rho)^2
 
-    is 1 / (d + R) where R is rho everywhere, near R^{-1} where F is flat and near F^{-1} where it is steep.
+    is 1 / (d + R) for constant R, near R^{-1} along flat directions of F and near F^{-1} along steep ones.
 
     Args:
         basis: the eigenvectors Q.
         values: d, (G, out, in).
         entries: R, (G, out, in).
-        scale: S, where F + R stands for S (F + R) S.
+        scale: S, if the matrix is S (F + R) S.
         precondition: another M^{-1}, in the basis.
     """
 
@@ -190,7 +190,7 @@ class Uneven:
 
         Args:
             averaged: makes the solver for the mean of the ridge.
-            notes: is told of the iterations taken, and of the relative residual; of several layers, of the most.
+            notes: receives the iterations and the relative residual, the largest over layers.
         """
         precondition = self.precondition or self.blended()
 

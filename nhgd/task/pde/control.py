@@ -63,7 +63,7 @@ class PDE(AbstractTask):
     Of nhgd the inverse is the exact Fisher matrix in residual space, observed once an outer step.
 
     Args:
-        nu: the conductivity. The paper does not tell it.
+        nu: the conductivity, which the paper does not give.
         interior, side, initial: points inside, on each of the four sides, and at t = 0.
         width, depth: of the network for u; control_width, control_depth: of the one for f.
         times: nodes in time of the outer points, which otherwise are those of the reference grid.
@@ -191,7 +191,7 @@ class PDEInstance(Instance):
     """The equation with both networks.
 
     Attributes:
-        task, seed: what it was built from.
+        task, seed: the settings it was built from.
         heat: the equation.
         net, control: theta and v.
         fresh: points that were not trained on.
