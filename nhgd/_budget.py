@@ -1,8 +1,8 @@
 """How much of the inner steps a learnt inverse may use within a share of the inner loop's cost, from shapes alone.
 
-The operations of the inner loop and of the curvature are counted and priced by a few constants that were measured once on
-one machine (`benchmarks/prices.py`, `benchmarks/results/prices-cpu.json`, `prices-h200.json`). The same model and batches
-therefore give the same decisions everywhere, also when a run is resumed.
+The operations of the inner loop and of the curvature are counted and priced by a few constants that were measured once
+on one machine (`benchmarks/prices.py`, `benchmarks/results/prices-cpu.json`, `prices-h200.json`). The same model and
+batches therefore give the same decisions everywhere, also when a run is resumed.
 
 The share also limits the number of gradients: extra backward passes of records may be no greater a part of all, however
 cheap they are.
@@ -180,8 +180,9 @@ class Budget:
     def effort(self, inverse: Periodic[Any]) -> Effort | None:
         """How much the inverse records within its overhead; None: everything, because it can.
 
-        One record for each inner loop, with as many samples as half of the budget left by the solve pays for; or with all of
-        them, more often; or with few, less often. The other half pays for decompositions. At the beginning there is more.
+        One record for each inner loop, with as many samples as half of the budget left by the solve pays for; or with
+        all of them, more often; or with few, less often. The other half pays for decompositions. At the beginning there
+        is more.
         """
         assert inverse.overhead is not None
         if isinstance(inverse, FisherWindow):
@@ -226,9 +227,9 @@ class Budget:
     def _with_build_up(self, inverse: Periodic[Any], later: Effort, each: float, most: int) -> Effort:
         """The same effort with a build-up phase, as far as the given seconds of each outer step allow.
 
-        Inner steps are recorded until a factor has seen several times as many samples as it has rows: before that, directions it
-        has not seen count as flat, and x is far too long there. The rest of the budget pays for repeated decompositions. Records
-        are of every inner step, or of the last ones of each loop, as far as their passes allow.
+        Inner steps are recorded until a factor has seen several times as many samples as it has rows: before that,
+        directions it has not seen count as flat, and x is far too long there. The rest of the budget pays for repeated
+        decompositions. Records are of every inner step, or of the last ones of each loop, as far as their passes allow.
         """
         steps, samples = self.steps, self.shape.samples
         a_loop, limit = steps, BUILD_UP * steps
@@ -268,10 +269,12 @@ class Budget:
         return (ceil(self.steps / a_loop), None) if self.single else (self.steps, a_loop)
 
     def _of_window(self, inverse: FisherWindow, overhead: float) -> Effort | None:
-        """The last inner steps of a loop that the budget pays for, and a window that a solve can afford and ten outer steps fill.
+        """The last inner steps of a loop that the budget pays for, and a window that a solve can afford and ten outer
+        steps fill.
 
-        Older samples would belong to another theta. A very cheap record is made in every outer step; otherwise records are of one
-        loop in several, except at the beginning, until the window is full or has twice as many rows as theta has parameters.
+        Older samples would belong to another theta. A very cheap record is made in every outer step; otherwise records
+        are of one loop in several, except at the beginning, until the window is full or has twice as many rows as theta
+        has parameters.
         """
         steps, passes = self.steps, self.passes
         allowed, most = overhead * self.inner * steps, affordable_passes(overhead, steps)

@@ -25,11 +25,11 @@ class StagnationWarning(UserWarning):
 class Trajectory:
     """The path of v during a run, and the outer losses along it.
 
-    At an optimum the outer loss does not fall either. But there the hypergradient vanishes or is noise, so that v changes
-    direction; or a projection stops v. A warning therefore requires that v kept its direction and either hardly moved,
-    although the slope promised more, or moved far without any gain and is still moving. Once v has settled, the outer loss
-    may well be above that of the first steps, when theta was not yet trained; and if batches are so noisy that a fall could
-    not be seen, there is no warning either.
+    At an optimum the outer loss does not fall either. But there the hypergradient vanishes or is noise, so that v
+    changes direction; or a projection stops v. A warning therefore requires that v kept its direction and either hardly
+    moved, although the slope promised more, or moved far without any gain and is still moving. Once v has settled, the
+    outer loss may well be above that of the first steps, when theta was not yet trained; and if batches are so noisy
+    that a fall could not be seen, there is no warning either.
     """
 
     first: Tensor  # v before the run, (P,)

@@ -43,18 +43,18 @@ class Recorder(Tap):
     Args:
         problem: the problem.
         kind: of record: "batch", "raw", "sample" or "layer".
-        fisher: of Fisher matrix: "empirical", "exact", "sampled" or "auto"; see `FisherRoots`. "exact" and "sampled" need
-            `Losses.outputs` and a likelihood, and are not defined for "batch" and "raw".
+        fisher: of Fisher matrix: "empirical", "exact", "sampled" or "auto"; see `FisherRoots`. "exact" and "sampled"
+            need `Losses.outputs` and a likelihood, and are not defined for "batch" and "raw".
         calls: counts the passes of `step`.
-        couples: whether products of the rows of different layers matter. If so, all rows come from the same pass, with the
-            same dropout, and BatchNorm in training mode is refused. Otherwise rows of parameters outside Linear and Conv2d
-            may come from a separate pass, and BatchNorm is learnt from the scores of the batch objective.
+        couples: whether products of the rows of different layers matter. If so, all rows come from the same pass, with
+            the same dropout, and BatchNorm in training mode is refused. Otherwise rows of parameters outside Linear and
+            Conv2d may come from a separate pass, and BatchNorm is learnt from the scores of the batch objective.
 
     Attributes:
         batch_objective: whether the last record contained BatchNorm in training mode.
 
-    Rows are sqrt(w_i) s_i with s_i the gradient of l_i alone: weights that depend on theta are constant in them, but not in
-    the gradient of the inner step.
+    Rows are sqrt(w_i) s_i with s_i the gradient of l_i alone: weights that depend on theta are constant in them, but
+    not in the gradient of the inner step.
 
     At each record the graph shows which parameters the layers account for; the others, and weights that are also used
     outside of their layer, get separate rows. `Verification` decides when that is checked numerically.
@@ -110,8 +110,8 @@ class Recorder(Tap):
     def watched(self, batch: Batch, weighing: SeedRule | None = None, gradient: bool = True) -> TappedPass:
         """The same with seeds: `weighing` turns losses with a graph in v into seeds of the backward pass.
 
-        A loss whose seed is not zero has scores that show its gradient, even if its weight is 0. Without `gradient`, only the
-        scores are computed, if they suffice.
+        A loss whose seed is not zero has scores that show its gradient, even if its weight is 0. Without `gradient`,
+        only the scores are computed, if they suffice.
         """
         if self.taps.layers:
             self.verification.begin()
@@ -127,8 +127,8 @@ class Recorder(Tap):
     def passed_already(self, losses: Losses, calls: Sequence[Call | NormCall]) -> TappedPass:
         """The same for losses that were computed before, from the calls of layers noted then. Their graph is kept.
 
-        It is verified in place, because it cannot be computed again; rows that layers do not provide come from a backward pass
-        for each sample.
+        It is verified in place, because it cannot be computed again; rows that layers do not provide come from a
+        backward pass for each sample.
         """
         if self.taps.layers:
             self.verification.begin()

@@ -21,8 +21,8 @@ class Sampling(NamedTuple):
     """How many samples of a batch, and how many of each sample's places at a layer, a record takes; None: all.
 
     Samples are drawn uniformly without replacement, so a mean over them estimates the mean over the batch without bias;
-    scores are scaled so that sums over places do, too. The draws depend on the seed alone: a resumed run repeats them, the
-    run's own random numbers do not change, and the workers of a team take their parts of one draw.
+    scores are scaled so that sums over places do, too. The draws depend on the seed alone: a resumed run repeats them,
+    the run's own random numbers do not change, and the workers of a team take their parts of one draw.
     """
 
     samples: int | None

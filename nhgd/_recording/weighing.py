@@ -2,13 +2,13 @@
 
     (d2_{theta,v} l)^T x  =  (1/B) sum_i (dw_i/dv) <s_i, x>  +  sum( (dl2/dv) 2 theta x ),      s_i the gradient of l_i
 
-No gradient is differentiated: the numbers <s_i, x> are constants, and the graph from v to the weights is small. In an inner
-step they come from the inputs and scores of its layers, by one more product for each layer,
+No gradient is differentiated: the numbers <s_i, x> are constants, and the graph from v to the weights is small. In an
+inner step they come from the inputs and scores of its layers, by one more product for each layer,
 
     <s_i, x> = sum_t <score_it, X a_it + x_b>        over all Linear and Conv2d layers, X and x_b their parts of x
 
-and otherwise from a pass in forward mode, which supports any parameters, and samples that influence each other. Every batch
-is checked for other uses of v; if there are any, the gradient is differentiated in the general way.
+and otherwise from a pass in forward mode, which supports any parameters, and samples that influence each other. Every
+batch is checked for other uses of v; if there are any, the gradient is differentiated in the general way.
 """
 
 from __future__ import annotations

@@ -37,33 +37,37 @@ SETTLED = 20  # outer steps
 class Horizon:
     """The damping of the implicit formula within a run, adapted as it goes.
 
-    T inner steps of size eta from the current theta answer a change of v by the Neumann series of T terms, which is close to
-    (H + I / (eta T))^{-1}: slow directions have no time to respond. A change that persists over m outer steps has m inner loops:
+    T inner steps of size eta from the current theta answer a change of v by the Neumann series of T terms, which is
+    close to (H + I / (eta T))^{-1}: slow directions have no time to respond. A change that persists over m outer steps
+    has m inner loops:
 
         damping = trust / (eta T m),     m = ((1 + rho) / (1 - rho))^(3/4)
 
-    rho is the running mean of the cosine between successive adjoints x. If x turns from one outer step to the next, because v
-    changes the problem that the inner loop sees, m is about 1; as v settles, rho tends to 1, m grows without bound and the
-    damping vanishes. (1 + rho) / (1 - rho) is the memory, in steps, of a first-order autoregressive process; the power keeps m
-    below it, because overestimating the horizon costs more than underestimating it.
+    rho is the running mean of the cosine between successive adjoints x. If x turns from one outer step to the next,
+    because v changes the problem that the inner loop sees, m is about 1; as v settles, rho tends to 1, m grows without
+    bound and the damping vanishes. (1 + rho) / (1 - rho) is the memory, in steps, of a first-order autoregressive
+    process; the power keeps m below it, because overestimating the horizon costs more than underestimating it.
 
-    If v has more entries than the outer samples have labels, the outer loss does not determine v: a better response only
-    overfits those samples sooner. Then m = max(1, (1 + rho) / (1 - rho) / 1000), that of unrolling until v has settled. The
-    noise of outer batches and inner steps also accumulates in so many entries. Cross derivatives that come from the inner steps
-    are therefore taken along a running mean of x, with rho as its memory, which keeps persistent components and averages noise:
+    If v has more entries than the outer samples have labels, the outer loss does not determine v: a better response
+    only overfits those samples sooner. Then m = max(1, (1 + rho) / (1 - rho) / 1000), that of unrolling until v has
+    settled. The noise of outer batches and inner steps also accumulates in so many entries. Cross derivatives that come
+    from the inner steps are therefore taken along a running mean of x, with rho as its memory, which keeps persistent
+    components and averages noise:
 
         average <- r average + (1 - r) x,     r = min(max(rho, 0), 0.8)
 
-    Now and then, for at most a twentieth of the inner loop's work, Hessian products measure x against the damped system:
+    Now and then, for at most a twentieth of the inner loop's work, Hessian products measure x against the damped
+    system:
 
         w = (H + damping I) x,     residual = |w - u| / |u|
 
-    If x turns (rho below 0.9), one product adapts the trust as Levenberg and Marquardt do. With an exact learnt matrix x would
-    lower x.(H + damping I)x / 2 - u.x by u.x / 2; the ratio of the actual to this predicted reduction is 2 - x.w / x.u. Below
-    1/4, or with negative curvature along x, the trust is doubled; above 3/4 it is halved, to no less than 1. x is also rescaled.
+    If x turns (rho below 0.9), one product adapts the trust as Levenberg and Marquardt do. With an exact learnt matrix
+    x would lower x.(H + damping I)x / 2 - u.x by u.x / 2; the ratio of the actual to this predicted reduction is 2 -
+    x.w / x.u. Below 1/4, or with negative curvature along x, the trust is doubled; above 3/4 it is halved, to no less
+    than 1. x is also rescaled.
 
-    If x persists, a second product refines it along z = P^{-1} (u - w), with P the learnt matrix. The best a x + b z is used,
-    and its difference is kept for later outer steps,
+    If x persists, a second product refines it along z = P^{-1} (u - w), with P the learnt matrix. The best a x + b z is
+    used, and its difference is kept for later outer steps,
 
         x = scale P^{-1} u + correction,     correction <- rho correction at each outer step
 
