@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nhgd._autocast import set_aside
+from nhgd._autocast import without_autocast
 from nhgd._check import compared, named
 from nhgd._diagnosis import flat, hypergradient_along, inner_distance
 from nhgd._progress import Tick, bar
@@ -120,7 +120,7 @@ def check_along(
     """
     check_seed(seed)
     at = spread(_remaining(solver, steps), points)
-    looking = _Looking(solver, inner_batch, outer_batch, inverses, inner_data, learn_from, dense_below, seed)
+    looking = _Probe(solver, inner_batch, outer_batch, inverses, inner_data, learn_from, dense_below, seed)
     first = solver.loop.clock.k
     with bar("check", progress) as tick:
         with looking.along([first + step for step in at], tick):
@@ -165,7 +165,7 @@ def _remaining(solver: Solver, steps: int) -> int:
     return remaining
 
 
-class _Looking:
+class _Probe:
     """Compares inverses at the current point of a run, and leaves the run unchanged."""
 
     def __init__(
@@ -205,7 +205,11 @@ class _Looking:
             done = (row["step"] - first) / (last - first)
             tick(done, f"step {row['step']}")
             if row["step"] in steps:
-                with solver.loop.computing(), set_aside(), solver.loop.elsewhere(self._problem.theta.flat(), before.v):
+                with (
+                    solver.loop.computing(),
+                    without_autocast(),
+                    solver.loop.temporarily_at(self._problem.theta.flat(), before.v),
+                ):
                     self._look(row, before.adjoint, lambda words: tick(done, f"step {row['step']}: {words}"))
             if row["step"] + 1 in steps:
                 before = self._ahead()

@@ -30,8 +30,8 @@ _outside = _Outside()
 
 
 @contextmanager
-def set_aside() -> Iterator[None]:
-    """A context without autocast, except inside `as_given`. Free if it is already off."""
+def without_autocast() -> Iterator[None]:
+    """A context without autocast, except inside `user_autocast`. Free if it is already off."""
     enabled = tuple((kind, torch.get_autocast_dtype(kind)) for kind in _KINDS if torch.is_autocast_enabled(kind))
     if not enabled:
         yield
@@ -49,7 +49,7 @@ def set_aside() -> Iterator[None]:
 
 
 @contextmanager
-def as_given() -> Iterator[None]:
+def user_autocast() -> Iterator[None]:
     """Inside, autocast is as the caller has set it: for functions of his own."""
     if not _outside.enabled:
         yield

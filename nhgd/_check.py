@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nhgd._autocast import set_aside
+from nhgd._autocast import without_autocast
 from nhgd._diagnosis import advice, diagnosed, flat
 from nhgd._memory import PeakMemory, synchronise
 from nhgd._progress import bar
@@ -135,7 +135,7 @@ def check(
     True
     """
     check_seed(seed)
-    with set_aside():
+    with without_autocast():
         found = _report(
             problem, inner_batch, outer_batch, inverses, inner_data, learn_from, dense_below, seed, progress
         )

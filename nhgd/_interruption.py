@@ -10,7 +10,7 @@ from typing import Any
 
 
 @contextmanager
-def held_back() -> Iterator[Callable[[], None]]:
+def deferred_interrupts() -> Iterator[Callable[[], None]]:
     """Defer Ctrl-C until the block calls the function it is given, or ends. A second Ctrl-C acts at once.
 
     Nothing happens if Ctrl-C does not mean KeyboardInterrupt, or outside the main thread, which alone receives it.

@@ -59,7 +59,7 @@ def advance(algorithm: AbstractAlgorithm, progress: Progress, checkpoints: Check
         try:
             info = _attempt(algorithm, progress, captured)
         except NonFiniteError as error:
-            loop.problem.go_to(start)
+            loop.problem.set_point(start)
             raise _explained(loop, error, checkpoints) from error
         except NhgdError as error:
             raise checkpoints.named_in(error) from error.__cause__

@@ -54,6 +54,6 @@ class Peers:
         loop, problem = progress.loop, progress.loop.problem
         with self.informed(), self._checkpoints.named_in_errors(), loop.computing():
             values, point = self._group.serve()
-        problem.go_to(point)
+        problem.set_point(point)
         progress.history, progress.seconds, loop.clock.k = values["history"], values["seconds"], values["step"]
         return Solution(problem.v.given, problem.theta.given, progress.history, values["stats"], values["result"])

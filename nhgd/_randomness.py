@@ -39,7 +39,7 @@ def set_generators(state: dict[str, Any], device: torch.device) -> None:
 
 
 @contextmanager
-def unmoved(device: torch.device) -> Iterator[None]:
+def generators_restored(device: torch.device) -> Iterator[None]:
     """A context that restores the global generators, for work that a resumed run does again."""
     before = generators(device)
     try:

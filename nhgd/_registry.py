@@ -16,7 +16,7 @@ from nhgd.errors import InputError, NhgdError, unknown
 T = TypeVar("T")
 
 
-class GuestWarning(UserWarning):
+class PluginWarning(UserWarning):
     """What another package adds by entry point cannot be used."""
 
 
@@ -81,7 +81,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
     def _warn(self, entry: EntryPoint, why: str) -> None:
         warnings.warn(
             f"The {self.kind} {entry.name!r} {_owner(entry)} {why}. It is ignored; fix or uninstall the package.",
-            GuestWarning,
+            PluginWarning,
             stacklevel=5,
         )
 

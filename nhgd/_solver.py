@@ -347,7 +347,7 @@ class Solver:
 
     def _ahead(self, run: Run, spent: Spent) -> int:
         """How many outer steps may be taken before their rows are needed."""
-        return min(run.surely(spent), self._checkpoints.steps_to_next(self.loop.clock.k))
+        return min(run.steps_until_check(spent), self._checkpoints.steps_to_next(self.loop.clock.k))
 
     def _spent(self, run: Run) -> Spent:
         """What the run has used so far. Workers use the numbers of the first, so that they stop together."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from nhgd import _threads as threads
-from nhgd._autocast import set_aside
+from nhgd._autocast import without_autocast
 from nhgd._captured import Captured
 from nhgd._cost import largest
 from nhgd._randomness import Randomness
@@ -29,7 +29,7 @@ def start(
     captured: Captured,
 ) -> Progress:
     """Lock the checkpoint folder, check the first batches, choose the threads and initialise the method."""
-    with randomness.scope(), set_aside():
+    with randomness.scope(), without_autocast():
         try:
             checkpoints.claim(problem.theta)
             loop = Loop(problem, inner_data, outer_data, settings, executor, algorithm.online)

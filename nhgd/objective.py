@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nhgd import _tape as tape
-from nhgd._autocast import set_aside
+from nhgd._autocast import without_autocast
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
 from nhgd.losses import Losses
@@ -63,7 +63,7 @@ class Pass:
         data: its gradient, one tensor a leaf; None where a leaf is not used.
         passes: backward passes over the batch.
         layers: the layers that were met.
-        news: whether something was found that later records must heed.
+        news: whether something was found that later records must note_weights.
     """
 
     losses: Losses
@@ -83,7 +83,7 @@ class Tap:
         """
         v = None if problem.v.root is not None else [leaf.detach() for leaf in problem.v.leaves]
         losses = problem.losses(batch, None, v)
-        problem.heed(losses)
+        problem.note_weights(losses)
         value = losses.mean()
         found = torch.autograd.grad(value, problem.theta.leaves, allow_unused=True)
         return Pass(losses, value.detach(), list(found))
@@ -165,7 +165,7 @@ class Objective:
     @contextmanager
     def drawing(self, live: bool = False) -> Iterator[None]:
         """The context of one pass, with dropout from the seed. `live`: buffers are updated."""
-        with set_aside(), self.problem.guarded(self.seed or 0, live):
+        with without_autocast(), self.problem.guarded(self.seed or 0, live):
             yield
 
     @contextmanager
@@ -178,7 +178,7 @@ class Objective:
     def losses(self, theta: Sequence[Tensor] | None = None) -> Losses:
         """The losses of the samples here, at the current theta or at another, one tensor a leaf."""
         losses = self.problem.losses(self.batch, theta)
-        self.problem.heed(losses)
+        self.problem.note_weights(losses)
         self.samples = self.total(losses.samples(self.batch))
         return losses
 
@@ -231,7 +231,7 @@ class Objective:
         The value and the gradient are those of the batch, and the record that of the samples here.
         """
         problem, theta = self.problem, self.problem.theta
-        with set_aside(), self.stepping():
+        with without_autocast(), self.stepping():
             with tape.overlapped() as beside:
                 ridge = problem.ridge().detach()
             with torch.enable_grad():
@@ -339,7 +339,7 @@ class OuterObjective:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """The setting of one pass."""
-        with set_aside(), self.problem.guarded(self.seed):
+        with without_autocast(), self.problem.guarded(self.seed):
             yield
 
     def term(self) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nhgd import _tape as tape
-from nhgd._autocast import as_given
+from nhgd._autocast import user_autocast
 from nhgd._kernels import twice_differentiable_kernels
 from nhgd._randomness import seeded
 from nhgd._validation import shown, validated_but
@@ -94,7 +94,7 @@ class Bilevel:
         """Evaluate the inner function at the given leaves (default: the current ones) and check its result."""
         with self.theta.view(theta) as theta_given, self.v.view(v) as v_given:
             try:
-                with as_given():
+                with user_autocast():
                     result = self.inner(theta_given, v_given, batch)
             except (RuntimeError, ValueError, IndexError) as error:
                 found = lengths(batch)
@@ -110,7 +110,7 @@ class Bilevel:
         found = lengths(batch)
         if len(found) == 2 and len(set(found.values())) > 1:
             raise InputError(uneven(found))
-        with self.theta.view(theta) as theta_given, self.v.view(v) as v_given, as_given():
+        with self.theta.view(theta) as theta_given, self.v.view(v) as v_given, user_autocast():
             value = self.outer(theta_given, v_given, batch)
         if not isinstance(value, Tensor):
             raise InputError(f"outer() returned a {type(value).__name__}. Return a scalar Tensor.")
@@ -124,7 +124,7 @@ class Bilevel:
         """One coefficient for each leaf of theta, a number or a tensor that broadcasts to it."""
         if not callable(self.l2):
             return [float(self.l2)] * len(self.theta.leaves)
-        with self.v.view(v) as v_given, as_given():
+        with self.v.view(v) as v_given, user_autocast():
             found = self.l2(v_given)
         if isinstance(found, dict):
             missing = [name for name in self.theta.names if name not in found]
@@ -199,7 +199,7 @@ class Bilevel:
             )
         return [n or 1 for n in found]
 
-    def heed(self, losses: Losses) -> None:
+    def note_weights(self, losses: Losses) -> None:
         """Remember the lowest weight; no number is asked of a device before `lowest_weight` is."""
         if losses.weights is not None and losses.weights.numel():
             weights = losses.weights.detach()
@@ -216,7 +216,7 @@ class Bilevel:
         """Copies of theta and v, each as one vector, and of their buffers."""
         return [self.theta.flat(), self.v.flat(), *(copy for _, copy in (*self.theta.buffers(), *self.v.buffers()))]
 
-    def go_to(self, point: Sequence[Tensor]) -> None:
+    def set_point(self, point: Sequence[Tensor]) -> None:
         """Put theta, v and their buffers to a point, of any device."""
         theta, v, *copies = point
         self.theta.assign(theta.to(self.theta.device))
@@ -310,9 +310,9 @@ class Bilevel:
                     f"The {level} loss is finite, but its gradient contains nan or inf. Look for sqrt, log, a norm or"
                     " a division at 0 in it."
                 )
-        self._say_unused(in_theta, in_v, outer[: len(in_theta)], outer[len(in_theta) :])
+        self._warn_unused(in_theta, in_v, outer[: len(in_theta)], outer[len(in_theta) :])
 
-    def _say_unused(
+    def _warn_unused(
         self, in_theta: Gradients, in_v: Gradients, outer_in_theta: Gradients, outer_in_v: Gradients
     ) -> None:
         """Warn about parameters that would silently stay unchanged. Frozen tensors are not leaves and cause no

@@ -216,7 +216,7 @@ class Run:
         pairs = zip(self.rules, self._states, strict=True)
         return next((rule.name for rule, state in pairs if rule.holds(spent, state)), None)
 
-    def surely(self, spent: Spent) -> int:
+    def steps_until_check(self, spent: Spent) -> int:
         """How many more outer steps may be taken before the rules must be checked; one if they read each row."""
         left = 2**30
         for rule in self.rules:

@@ -52,7 +52,7 @@ def stops(made: nhgd.Solver, at: list[int]):
         v = made.problem.v.flat()
         row = made.step()
         if k in at:
-            with made.loop.elsewhere(made.problem.theta.flat(), v):
+            with made.loop.temporarily_at(made.problem.theta.flat(), v):
                 yield k, row
 
 
@@ -206,7 +206,7 @@ def test_a_refined_solve_begins_where_the_run_began_it():
         plain.step()
     start, v = plain.state.adjoint.clone(), plain.problem.v.flat()
     row = plain.step()
-    with plain.loop.elsewhere(plain.problem.theta.flat(), v):
+    with plain.loop.temporarily_at(plain.problem.theta.flat(), v):
         at, exact = Oracle(plain.problem, [inner], outer), oracles.hypergradient(plain.problem, inner, outer)
         at.damp(row["damping"])
         errors = []

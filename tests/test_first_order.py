@@ -76,7 +76,7 @@ def test_theta_can_stand_elsewhere_for_a_while():
     running = stepped(catalogue.mlp_module, "t1t2")
     loop, here = running.loop, running.problem.theta.flat()
     other = torch.ones_like(here)
-    with loop.elsewhere(other):
+    with loop.temporarily_at(other):
         assert torch.equal(running.problem.theta.flat(), other)
     assert torch.equal(running.problem.theta.flat(), here)
     assert torch.equal(loop.projected(other), other)

@@ -13,7 +13,7 @@ from torch import nn
 import nhgd
 from nhgd.algorithm import AID, NHGD
 from nhgd.errors import InputError, InverseWarning
-from nhgd.hypergradients.implicit import Complaints
+from nhgd.hypergradients.implicit import SolveWarnings
 from nhgd.inverse import CG, KFAC, Exact, FisherDense, FisherDiagonal, FisherWindow, Refined
 from nhgd.inverse.capabilities import follows_horizon
 from nhgd.loop.horizon import Horizon, best_combination
@@ -249,11 +249,11 @@ def test_an_outer_loss_that_rises_is_said_once():
     doubts = [horizon.warning_for(loss) for loss in [1.0] * 30 + [9.0] * 10]
     assert doubts[:30] == [None] * 30
     assert "risen" in doubts[-1]
-    complaints = Complaints()
+    solve_warnings = SolveWarnings()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for doubt in doubts:
-            complaints.say(doubt)
+            solve_warnings.warn(doubt)
     assert [w.category for w in caught] == [InverseWarning]
 
 

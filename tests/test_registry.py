@@ -10,7 +10,7 @@ import pytest
 import nhgd
 from nhgd import _registry as registry
 from nhgd import hypergradients
-from nhgd._registry import GuestWarning, Registry, summary
+from nhgd._registry import PluginWarning, Registry, summary
 from nhgd.inverse import CG, AbstractInverse, Identity, Iterative
 
 
@@ -73,7 +73,7 @@ def test_a_guest_does_not_take_a_name_of_the_house_and_it_is_said(installed: lis
     installed += [Entry("cg", Guest), Entry("guest", Guest), Entry("guest", Identity)]
     names = made()
     assert names["cg"] is CG
-    with pytest.warns(GuestWarning) as said:
+    with pytest.warns(PluginWarning) as said:
         assert dict(names) == {"guest": Guest, "cg": CG, "identity": Identity}
     sentences = [str(item.message) for item in said]
     assert len(sentences) == 2
@@ -124,7 +124,7 @@ def test_a_broken_guest_is_named_with_its_package_and_left_out(
     bad.load = broken  # type: ignore[method-assign]
     installed += [bad, Entry("guest", Guest)]
     names = made()
-    with pytest.warns(GuestWarning, match=rf"The inverse 'bad' of the package guests 1\.0 {words}.*uninstall") as said:
+    with pytest.warns(PluginWarning, match=rf"The inverse 'bad' of the package guests 1\.0 {words}.*uninstall") as said:
         assert names["guest"] is Guest
     assert len(said) == 1
     assert list(names) == ["guest", "cg", "identity"]  # it is said once

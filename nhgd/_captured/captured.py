@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nhgd import _tape as tape
-from nhgd._autocast import set_aside
+from nhgd._autocast import without_autocast
 from nhgd._captured.comparison import close, copy_into, counter_increments
 from nhgd._captured.graph import AbstractCapture, CudaCapture
 from nhgd._captured.placeholders import StepValues
@@ -369,7 +369,7 @@ def _taped(algorithm: AbstractAlgorithm, progress: Progress, noting: tape.Tape) 
 
 
 def _eager(algorithm: AbstractAlgorithm, progress: Progress) -> StepInfo:
-    with set_aside():
+    with without_autocast():
         progress.loop.begin()
         progress.state, info = algorithm.step(progress.loop, progress.state)
     return info

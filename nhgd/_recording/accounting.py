@@ -109,7 +109,7 @@ def walked(roots: Iterable[Tensor | None], calls: Sequence[Call], names: Mapping
     return Graph(uses, hash(tuple(kinds)))
 
 
-def elsewhere(calls: Sequence[Call], uses: Counter[str]) -> set[str]:
+def outside_layers(calls: Sequence[Call], uses: Counter[str]) -> set[str]:
     """Parameters whose gradient comes from more than one layer, or from outside of layers, according to the graph."""
     inside = Counter(name for call in calls if not call.is_plain for name in (call.weight, call.bias))
     found = {name for name, count in uses.items() if count > inside[name]}

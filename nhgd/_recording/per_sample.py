@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nhgd._randomness import set_states, state_bytes, states, unmoved
+from nhgd._randomness import generators_restored, set_states, state_bytes, states
 from nhgd._tree import map_tensors, named_tensors
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
@@ -45,7 +45,7 @@ class OneSampleGradients:
         if not self.compared:
             self.compared = True
             theta = self.problem.theta
-            with unmoved(theta.device), self.problem.guarded(seed=0), torch.no_grad():
+            with generators_restored(theta.device), self.problem.guarded(seed=0), torch.no_grad():
                 with theta.nearby():
                     try:
                         known = bool(torch.isfinite(self.problem.losses(batch).values).all())

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from nhgd._randomness import unmoved
+from nhgd._randomness import generators_restored
 from nhgd._recording.lagged_cross import LaggedCross
 from nhgd._recording.weighing import Weighing
 from nhgd.data.batch import Batch
@@ -46,7 +46,7 @@ def recognise(weighing: Weighing, objective: Objective, in_step: bool) -> Recogn
     """
     theta, objective = weighing.problem.theta, copy(objective)
     objective.seed = 0
-    with unmoved(theta.device), weighing.problem.guarded(seed=0), torch.enable_grad():
+    with generators_restored(theta.device), weighing.problem.guarded(seed=0), torch.enable_grad():
         with theta.nearby():
             try:
                 strange = not bool(torch.isfinite(weighing.problem.losses(objective.batch).values).all())

@@ -116,7 +116,7 @@ class Recorder(Tap):
         if self.taps.layers:
             self.verification.begin()
         found = self.taps.forward(batch, in_v=weighing is not None)
-        self.problem.heed(found.losses)
+        self.problem.note_weights(found.losses)
         if weighing is not None and not found.batch_objective:
             found.losses, found.seeds = weighing(found.losses)
         needed = gradient or not all(call.is_plain for call in found.calls)
@@ -133,7 +133,7 @@ class Recorder(Tap):
         if self.taps.layers:
             self.verification.begin()
         found = self.taps.seen(losses, calls, drawn=True)
-        self.problem.heed(losses)
+        self.problem.note_weights(losses)
         self._differentiate(found, keep=True)
         self.verification.note(found, found.data if found.own is None else found.own, None)
         return found
@@ -163,8 +163,8 @@ class Recorder(Tap):
         """
         if self.roots.likelihood is not None or not (self.taps.layers and (self.couples or found.batch_objective)):
             return self.roots.likelihood is not None
-        others, open_to_doubt = self._others, found.elsewhere | self.verification.unaccounted
-        plain = {name for call in found.calls if call.is_plain for name in (call.weight, call.bias)} - open_to_doubt
+        others, unaccounted = self._others, found.outside_layers | self.verification.unaccounted
+        plain = {name for call in found.calls if call.is_plain for name in (call.weight, call.bias)} - unaccounted
         plain |= found.normalised
         covered = plain.issuperset(self.problem.theta.names) and not self.verification.is_due(found)
         return not covered and (found.batch_objective or found.drawn or others.noisy or not others.compared)

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from nhgd._kernels import uncompiled
 from nhgd._randomness import state_bytes
-from nhgd._recording.accounting import Call, LayerCall, Scores, elsewhere, held, walked
+from nhgd._recording.accounting import Call, LayerCall, Scores, held, outside_layers, walked
 from nhgd._recording.normalisation import NormCall, normalises_by_batch
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
@@ -41,7 +41,7 @@ class TappedPass(Pass):
         after_norms: the position of the first call behind the last of them, from where on samples are apart.
         normalised: parameters whose gradient is that of such modules alone.
         form: of the graph.
-        elsewhere: parameters that layers do not account for.
+        outside_layers: parameters that layers do not account for.
         drawn: whether random numbers were drawn, so that the rows of all parameters must be of the same pass.
         own: the gradient with constant weights; None if it is the gradient itself.
         scores: of the objective with constant weights, one for each call, and then for each of the norms.
@@ -54,7 +54,7 @@ class TappedPass(Pass):
     after_norms: int = 0
     normalised: set[str] = field(default_factory=set)
     form: int = 0
-    elsewhere: set[str] = field(default_factory=set)
+    outside_layers: set[str] = field(default_factory=set)
     drawn: bool = False
     own: list[Tensor | None] | None = None
     scores: Scores = ()
@@ -115,7 +115,7 @@ class Taps:
         if self.layers:
             roots = (losses.values, losses.outputs if self.outputs else None)
             uses, found.form = walked(roots, calls, self.names)
-            found.elsewhere = elsewhere(calls, uses)
+            found.outside_layers = outside_layers(calls, uses)
             found.layers = [call.weight for call in calls]
             samples = losses.values.shape[0]
             inside = Counter(name for norm in norms if norm.gives_rows(samples) for name in norm.names)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nhgd import _tape as tape
-from nhgd._randomness import unmoved
+from nhgd._randomness import generators_restored
 from nhgd._recording.accounting import check_independent, fits
 from nhgd._recording.normalisation import held_statistics
 from nhgd._recording.taps import TappedPass, Taps, scale_of
@@ -90,19 +90,21 @@ class Verification:
             own: the gradient that the scores are a part of.
             batch: for verification in a separate pass; None: on this pass, whose graph was kept.
         """
-        found.elsewhere |= self._computing_otherwise(found, own)
+        found.outside_layers |= self._computing_otherwise(found, own)
         if self.is_due(found):
-            found.elsewhere |= (
+            found.outside_layers |= (
                 self._verify(found, found.form, found.after_norms)
                 if batch is None
                 else self._verified(batch, found.form)
             )
-        found.news = not found.elsewhere <= self.unaccounted
-        self.unaccounted |= found.elsewhere
+        found.news = not found.outside_layers <= self.unaccounted
+        self.unaccounted |= found.outside_layers
 
     def _computing_otherwise(self, found: TappedPass, own: Sequence[Tensor | None]) -> set[str]:
         """Parameters of subclasses of layers whose gradient is not what their scores add up to."""
-        chosen = [i for i, call in enumerate(found.calls) if not call.is_plain and call.weight not in found.elsewhere]
+        chosen = [
+            i for i, call in enumerate(found.calls) if not call.is_plain and call.weight not in found.outside_layers
+        ]
         if not chosen:
             return set()
         calls, scores = [found.calls[i] for i in chosen], [found.scores[i] for i in chosen]
@@ -119,7 +121,7 @@ class Verification:
         """Verify the layers, nearby if the graph has the same form there; parameters that they do not account for."""
         problem, theta = self.taps.problem, self.taps.problem.theta
         held = held_statistics() if self.taps.norms else nullcontext()
-        with unmoved(theta.device), problem.guarded(seed=0), held, torch.enable_grad():
+        with generators_restored(theta.device), problem.guarded(seed=0), held, torch.enable_grad():
             with theta.nearby():
                 try:
                     found: TappedPass | None = self.taps.forward(batch)
@@ -143,7 +145,7 @@ class Verification:
         seen |= {call.weight for call in found.calls[:first]}
         wrong: set[str] = set()
         for layer in self.taps.layer_records(found.calls, [scores], scale_of(losses)):
-            if layer.weight in found.elsewhere:
+            if layer.weight in found.outside_layers:
                 continue  # and its calls may not even fit together
             good, telling = fits(layer, own)
             if not good:
@@ -171,6 +173,6 @@ class Verification:
     def check_likelihood(self, likelihood: AbstractLikelihood, outputs: Tensor, losses: Losses) -> None:
         """Compare the likelihood with the losses, once."""
         if not self.likely:
-            with unmoved(self.taps.problem.theta.device):
+            with generators_restored(self.taps.problem.theta.device):
                 likelihood.verify(outputs, losses.values)
             self.likely = True

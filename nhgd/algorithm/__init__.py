@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 
-from nhgd._registry import GuestWarning, Registry, described
+from nhgd._registry import PluginWarning, Registry, described
 from nhgd.algorithm.aid import AID
 from nhgd.algorithm.alset import ALSET
 from nhgd.algorithm.amigo import AmIGO
@@ -48,7 +48,7 @@ def presets() -> dict[str, AbstractAlgorithm]:
             warnings.warn(
                 f"The presets of {algorithm.__module__}.{algorithm.__name__} could not be made"
                 f" ({described(error)}). They are left out.",
-                GuestWarning,
+                PluginWarning,
                 stacklevel=2,
             )
     return found

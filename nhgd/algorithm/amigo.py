@@ -67,8 +67,8 @@ class AmIGO(AbstractAlgorithm):
     @override
     def init(self, loop: Loop) -> AmIGOState:
         """x starts at zero, and approaches a solution over many outer steps."""
-        loop.complaints.patient = True
-        loop.complaints.mends = HALVINGS if self.beta is None else 0
+        loop.solve_warnings.patient = True
+        loop.solve_warnings.tolerated_divergences = HALVINGS if self.beta is None else 0
         return AmIGOState(None, self.beta)
 
     @override
@@ -84,7 +84,7 @@ class AmIGO(AbstractAlgorithm):
             return loop.oracle([batch], None).cross(x)
 
         start = state.adjoint if self.warm_start else None
-        found = implicit(at, QuadraticSGD(steps=self.K, beta=beta), None, start, cross, None, loop.complaints)
+        found = implicit(at, QuadraticSGD(steps=self.K, beta=beta), None, start, cross, None, loop.solve_warnings)
         norm = loop.move_v(found.leaves)
         notes = {"beta": beta, "poor_solve": found.stats.notes["diverged"]}
         info = StepInfo(found.value, float(torch.stack(losses).mean()), norm, notes=notes)

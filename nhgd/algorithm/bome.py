@@ -103,7 +103,7 @@ class BOME(AbstractAlgorithm):
         batches, outer_batch, seed = loop.inner_batches(1), loop.outer.next(), loop.seed()
         here = loop.oracle(batches, outer_batch, seed)
         trained = here.inner_gradients()
-        with loop.elsewhere(state.pulled):
+        with loop.temporarily_at(state.pulled):
             at = loop.oracle(batches, outer_batch, seed)
             f, q = at.outer(), at.inner_gradients()
         q_v = [a - b for a, b in zip(q.v, trained.v, strict=True)]

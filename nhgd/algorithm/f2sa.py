@@ -90,14 +90,14 @@ class F2SA(AbstractAlgorithm):
             eta = self.pace * loop.plain_rate("F2SA")
             batch = loop.inner_batch()
             losses.append(loop.inner_step(loop.objective(batch)))
-            with loop.elsewhere(pulled):
+            with loop.temporarily_at(pulled):
                 at = loop.oracle([self._other(loop, batch)], loop.outer.next())
                 direction = at.inner_gradients(in_v=False).theta + at.outer().theta / multiplier
             pulled = loop.projected(pulled - eta * direction)
         batch, outer_batch, seed = loop.inner_batch(), loop.outer.next(), loop.seed()
         here = loop.oracle([batch], outer_batch, seed)
         l_theta = here.inner_gradients()
-        with loop.elsewhere(pulled):
+        with loop.temporarily_at(pulled):
             at = loop.oracle([self._other(loop, batch)], outer_batch, seed)
             f, l_pulled = at.outer(), at.inner_gradients()
         outer_loss = here.outer_value()

@@ -80,7 +80,7 @@ class FSLA(AbstractAlgorithm):
         batch, outer_batch, seed = loop.inner_batch(), loop.outer.next(), loop.seed()
         value, in_v = _direction(loop, adjoint, batch, outer_batch, seed)
         if eta < 1:
-            with loop.elsewhere(last, state.v):
+            with loop.temporarily_at(last, state.v):
                 _, there = _direction(loop, state.adjoint, batch, outer_batch, seed)
             in_v = in_v + (1 - eta) * (state.in_v - there)
         here = v.flat()

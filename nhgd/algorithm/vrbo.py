@@ -102,7 +102,7 @@ class VRBO(AbstractAlgorithm):
             found = loop.gradient(objective, record=False)
             sample = draw(loop, "sum", self.K)
             here = estimate(loop, sample, phi)
-            with loop.elsewhere(*before):
+            with loop.temporarily_at(*before):
                 there = estimate(loop, sample, phi)
                 last = loop.replay(objective).inner_gradients(in_v=False).theta
             in_theta = in_theta + theta.flatten(found.gradient) - last

@@ -9,7 +9,7 @@ from nhgd.checkpoint.checkpoints import Checkpoints
 from nhgd.checkpoint.fields import Progress
 from nhgd.checkpoint.lock import Lock
 from nhgd.checkpoint.reader import SavedCheckpoint, as_path, exists, last_kept
-from nhgd.checkpoint.writer import CheckpointWriter, refuse_kept
+from nhgd.checkpoint.writer import CheckpointWriter, refuse_existing
 
 
 def claimed(path: str | Path, overwrite: bool, resume: bool = False) -> Lock:
@@ -19,7 +19,7 @@ def claimed(path: str | Path, overwrite: bool, resume: bool = False) -> Lock:
     """
     place = as_path(path)
     check_folder("checkpoint", place)
-    refuse_kept(place, overwrite or resume)
+    refuse_existing(place, overwrite or resume)
     lock = Lock(place)
     lock.acquire()
     return lock

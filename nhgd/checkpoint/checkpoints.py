@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nhgd._duration import checkpoint_interval
-from nhgd._interruption import held_back
+from nhgd._interruption import deferred_interrupts
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.checkpoint.fields import Progress
 from nhgd.checkpoint.reader import SavedCheckpoint, last_kept
@@ -97,7 +97,7 @@ class Checkpoints:
         with ExitStack() as stack:
             stack.enter_context(self.writer.at_work())
             try:
-                yield stack.enter_context(held_back())
+                yield stack.enter_context(deferred_interrupts())
                 stack.close()  # Ctrl-C may have come during the last step
             except KeyboardInterrupt as stop:
                 self._save_what_is_whole(progress)

@@ -217,7 +217,7 @@ LOOP: tuple[Field[Loop], ...] = (
     Field(
         "curvature",
         curvature,
-        lambda loop: lambda value, where: schema.alike(value, curvature(loop), where),
+        lambda loop: lambda value, where: schema.check_same_kind(value, curvature(loop), where),
         _put_curvature,
     ),
     Field("recorder", lambda loop: loop.recorder_memory(), lambda _: schema.optional(_RECORDER), _put_recorder),
@@ -260,7 +260,12 @@ _RULE = schema.record(name=schema.text, settings=schema.optional(schema.mapping(
 
 PROGRESS: tuple[Field[Progress], ...] = (
     Field("loop", lambda p: kept(LOOP, p.loop), lambda p: _all(LOOP, p.loop), _put_loop),
-    Field("state", lambda p: p.state, lambda p: lambda value, where: schema.alike(value, p.state, where), _put_state),
+    Field(
+        "state",
+        lambda p: p.state,
+        lambda p: lambda value, where: schema.check_same_kind(value, p.state, where),
+        _put_state,
+    ),
     Field(
         "randomness",
         lambda p: p.randomness.state(),

@@ -128,7 +128,7 @@ def write(
             library.save_file(copies, draft / TENSORS)
             to_disk(draft / TENSORS)
             written = rows.write(draft, history, pack, old)
-            data = _document(contents | {"history": written.told()}, hash_file(draft / TENSORS))
+            data = _document(contents | {"history": written.to_dict()}, hash_file(draft / TENSORS))
             if len(data) > LARGEST:
                 raise RunError(
                     f"The checkpoint in {path} could not be written: what it holds beside tensors takes {len(data):,} bytes,"

@@ -35,7 +35,7 @@ class Written:
     digest: Any = field(default_factory=hashlib.sha256, compare=False)
     last: str = ""
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The same as JSON."""
         return {"rows": self.rows, "bytes": self.size, "sha256": self.digest.hexdigest()}
 

@@ -327,7 +327,7 @@ def announced(value: Any, where: str) -> None:
         conform(getattr(value, field.name), hints.get(field.name, Any), f"{where}/{field.name}")
 
 
-def alike(value: Any, fresh: Any, where: str) -> None:
+def check_same_kind(value: Any, fresh: Any, where: str) -> None:
     """Refuse a state that differs from a fresh one: other classes, or tensors of another size."""
     if is_dataclass(fresh):
         _be(type(value) is type(fresh), where, f"a {type(fresh).__name__}")
@@ -347,4 +347,4 @@ def _sized(value: Any, fresh: Any, where: str) -> None:
         for key in fresh.keys() & value.keys():
             _sized(value[key], fresh[key], f"{where}/{key}")
     elif is_dataclass(fresh) and is_dataclass(value):
-        alike(value, fresh, where)
+        check_same_kind(value, fresh, where)

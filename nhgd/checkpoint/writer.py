@@ -42,7 +42,7 @@ class CheckpointWriter:
         files.safetensors()
         self.path = as_path(path)
         check_folder("checkpoint", self.path)
-        refuse_kept(self.path, overwrite)
+        refuse_existing(self.path, overwrite)
         self._steps, self._seconds = steps, seconds
         self.lock = Lock(self.path)
         self._classes: Classes = {}
@@ -69,7 +69,7 @@ class CheckpointWriter:
     def claim(self) -> None:
         """Lock the folder against other runs."""
         self.lock.acquire(InputError)
-        self._refuse_strangers(InputError)
+        self._refuse_foreign_checkpoints(InputError)
         if self.lock.excludes:  # a run that is resumed at its end writes nothing more, and would leave them
             files.remove_drafts(self.path)
 
@@ -82,7 +82,7 @@ class CheckpointWriter:
         """The setting of a step."""
         if not self.lock.held:
             self.lock.acquire(RunError)
-            self._refuse_strangers(RunError)
+            self._refuse_foreign_checkpoints(RunError)
         self.lock.busy = True
         try:
             yield
@@ -117,7 +117,7 @@ class CheckpointWriter:
         """Write to the disk, once more if the folder was removed meanwhile."""
         for tries_left in (2, 1, 0):
             try:
-                self._make_sure_of_the_folder()
+                self._ensure_folder()
                 number = max(self._known, default=0) + 1
                 self._known.add(number)
                 return files.write(
@@ -132,19 +132,19 @@ class CheckpointWriter:
             except Unencodable as found:
                 raise _unkept(found) from found
             except RunError:
-                if not (tries_left and self._is_taken_away()):
+                if not (tries_left and self._is_deleted()):
                     raise
         raise AssertionError
 
-    def _is_taken_away(self) -> bool:
+    def _is_deleted(self) -> bool:
         return self.lock.lost() or any(files.gone(self.path, kept.number) for kept in self._kept[-1:])
 
-    def _make_sure_of_the_folder(self) -> None:
+    def _ensure_folder(self) -> None:
         """Restore a folder that was removed; refuse one that another run has taken."""
         if not self.lock.held or self.lock.lost():
             self.lock.release()
             self.lock.acquire(RunError)
-        self._refuse_strangers(RunError)
+        self._refuse_foreign_checkpoints(RunError)
         last = self._kept[-1].number if self._kept else None
         if last is not None and files.gone(self.path, last):
             warnings.warn(
@@ -153,7 +153,7 @@ class CheckpointWriter:
             )
             self._kept, self.step = [], None
 
-    def _refuse_strangers(self, error: type[InputError | RunError]) -> None:
+    def _refuse_foreign_checkpoints(self, error: type[InputError | RunError]) -> None:
         if {number for number, _ in files.numbered(self.path)} - self._known:
             raise error(
                 f"{self.path} contains checkpoints that this run did not write: another run has used the folder"
@@ -190,11 +190,11 @@ class CheckpointWriter:
         """Restore the saved run in a fresh one. Nothing changes before everything was checked."""
         if same_place(self.path, saved.path):
             self._known = saved.seen
-            self._refuse_strangers(InputError)  # another run may have resumed it since it was read
+            self._refuse_foreign_checkpoints(InputError)  # another run may have resumed it since it was read
         with saved.readable("optimisers"):
             check_optimisers(saved.path, saved.document["optimisers"], self._fixed["optimisers"])
         loop = progress.loop
-        loop.take_threads(saved.document["threads"])
+        loop.restore_threads(saved.document["threads"])
         _warn_of_other_arithmetic(saved, loop.threads)
         with saved.readable("inverse"), progress.randomness.scope():
             self._use_inverse(saved, loop)
@@ -220,11 +220,11 @@ class CheckpointWriter:
         if loop.inverse is None or node == Encoder(opaque=True).encode(loop.inverse, "inverse"):
             return
         found = saved.tree("inverse", expected(loop.inverse), loop.problem.theta.device)
-        schema.alike(found, loop.inverse, "inverse")
+        schema.check_same_kind(found, loop.inverse, "inverse")
         loop.use(remade(found))
 
 
-def refuse_kept(path: Path, overwrite: bool) -> None:
+def refuse_existing(path: Path, overwrite: bool) -> None:
     """Refuse a folder that holds checkpoints already, unless they may go."""
     if not overwrite and files.newest(path) is not None:
         raise InputError(

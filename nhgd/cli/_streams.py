@@ -25,10 +25,10 @@ def prepare() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     if sys.stderr is None or isinstance(sys.stderr, io.TextIOWrapper):
         encoding = "utf-8" if sys.stderr is None else sys.stderr.encoding
-        sys.stderr = Unfailing(open(2, "wb", buffering=0, closefd=False), encoding=encoding)  # noqa: SIM115
+        sys.stderr = LossyStream(open(2, "wb", buffering=0, closefd=False), encoding=encoding)  # noqa: SIM115
 
 
-class Unfailing(io.TextIOWrapper):
+class LossyStream(io.TextIOWrapper):
     """A stream whose output is dropped if it cannot be written, while the work continues."""
 
     def __init__(self, buffer: Any, encoding: str) -> None:

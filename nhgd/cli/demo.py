@@ -132,7 +132,7 @@ def numbers(weights: Tensor, sets: LabelSets) -> dict[str, Any]:
         "trusted": len(sets.trusted.y) + len(sets.evaluation.y),
         "test_samples": len(sets.test.y),
         "accuracy": {
-            "as_given": retrained(everything, sets),
+            "user_autocast": retrained(everything, sets),
             "trusted_alone": retrained(~everything, sets),
             "cleaned": retrained(kept, sets),
             "perfect": retrained(~wrong, sets),
@@ -154,7 +154,7 @@ def tell(answer: dict[str, Any]) -> None:
     kept = samples - answer["found"] - answer["false_alarms"]
     trained = table("A linear classifier trained on the trusted images and on", "", "images", "test accuracy")
     for words, count, key in (
-        ("all labels as given", samples, "as_given"),
+        ("all labels as given", samples, "user_autocast"),
         ("nothing else", 0, "trusted_alone"),
         (f"what {answer['method']} believes", kept, "cleaned"),
         ("the true labels (unknown in practice)", samples - wrong, "perfect"),

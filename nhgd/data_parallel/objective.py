@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nhgd._autocast import set_aside
+from nhgd._autocast import without_autocast
 from nhgd._randomness import Randomness
 from nhgd.data.batch import Batch
 from nhgd.data_parallel.shard import Shard
@@ -66,7 +66,7 @@ class DividedObjective(Objective):
     @override
     def drawing(self, live: bool = False) -> Iterator[None]:
         device = self.problem.theta.device
-        with set_aside(), self.shard.drawing(self.seed or 0, device) as seed, self.problem.guarded(seed, live):
+        with without_autocast(), self.shard.drawing(self.seed or 0, device) as seed, self.problem.guarded(seed, live):
             yield
 
     @contextmanager
@@ -134,7 +134,7 @@ class DividedOuterObjective(OuterObjective):
     @override
     def drawing(self) -> Iterator[None]:
         device = self.problem.theta.device
-        with set_aside(), self.shard.drawing(self.seed, device) as seed, self.problem.guarded(seed):
+        with without_autocast(), self.shard.drawing(self.seed, device) as seed, self.problem.guarded(seed):
             yield
 
     @override

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from nhgd import _threads as threads
-from nhgd._autocast import set_aside
+from nhgd._autocast import without_autocast
 from nhgd._cost import largest
 from nhgd._registry import Registry
 from nhgd._validation import check_seed, validated_but
@@ -70,7 +70,7 @@ def hypergradient(
     outer_batch = move(one_batch(outer_batch, "outer_batch"), device)
     found = resolve_inverse("cg" if inverse is None else inverse)
     work = largest(found if chosen.inverts else None, problem.theta, common_length(batches[0]) or 1)
-    with set_aside():
+    with without_autocast():
         with threads.measuring(device) as measured:
             problem.validate(batches[0], outer_batch)
         with threads.limited(threads.suited(max(measured.flops, work), device)):

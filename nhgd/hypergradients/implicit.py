@@ -29,39 +29,39 @@ CUT = 10.0  # of x: how long the part of it may be that was left out as rounding
 LONG = 10.0  # the residual from which on the x of a learnt inverse is called too long
 
 
-class Complaints:
+class SolveWarnings:
     """Warnings about the solves of a run, each kind given once.
 
     Attributes:
         patient: whether a large residual is acceptable, because x continues from one outer step to the next.
-        mends: how many more solves may diverge without a word, because the method lowers its step after each.
+        tolerated_divergences: how many more solves may diverge without a warning, because the method then lowers its step.
     """
 
     def __init__(self) -> None:
-        self.spoken = False
-        self.doubted = False
+        self.solve_warned = False
+        self.gradient_warned = False
         self.patient = False
-        self.mends = 0
+        self.tolerated_divergences = 0
 
     def about(self, stats: SolveStats) -> None:
-        """Warn of the trouble of a solve, unless that was done before."""
+        """Warn about a poor solve, at most once."""
         unsound = stats.notes.get("negative_curvature") or stats.notes.get("diverged") or stats.notes.get("outside")
-        if stats.trouble is None or self.spoken or (self.patient and not unsound):
+        if stats.trouble is None or self.solve_warned or (self.patient and not unsound):
             return
-        if stats.notes.get("diverged") and self.mends:
-            self.mends -= 1
+        if stats.notes.get("diverged") and self.tolerated_divergences:
+            self.tolerated_divergences -= 1
             return
-        self.spoken = True
+        self.solve_warned = True
         _warn(
             f"{stats.trouble} This warning is given once a run; poor_solves in its stats counts the affected outer"
             " steps."
         )
 
-    def say(self, doubt: str | None) -> None:
+    def warn(self, message: str | None) -> None:
         """Warn about the hypergradients of a run, at most once."""
-        if doubt is not None and not self.doubted:
-            self.doubted = True
-            _warn(f"{doubt} This warning is given once a run.")
+        if message is not None and not self.gradient_warned:
+            self.gradient_warned = True
+            _warn(f"{message} This warning is given once a run.")
 
 
 def implicit(
@@ -71,7 +71,7 @@ def implicit(
     start: Tensor | None = None,
     cross: Callable[[Tensor], list[Tensor]] | None = None,
     outer: OuterGradient | None = None,
-    complaints: Complaints | None = None,
+    solve_warnings: SolveWarnings | None = None,
     adjust: Callable[[Tensor], Tensor] | None = None,
 ) -> Hypergradient:
     """grad Phi(v) = grad_v f - (d2_{theta,v} l)^T x with x = H^{-1} grad_theta f.
@@ -81,7 +81,7 @@ def implicit(
         inverse: how x is found, from `state` and perhaps from `start`.
         cross: the transposed cross derivative times x; default: at the point itself.
         outer: the outer gradient, if already known.
-        complaints: of the run this is a part of; without one, a solve in trouble is warned of here and now.
+        solve_warnings: of the run this is a part of; without one, a solve in trouble is warned of here and now.
         adjust: a correction of x before it is used.
     """
     outer = at.outer() if outer is None else outer
@@ -98,8 +98,8 @@ def implicit(
 
     def looked_at(stats: SolveStats) -> SolveStats:
         stats = replace(stats, trouble=_trouble(inverse, stats, outer.theta.dtype))
-        if complaints is not None:
-            complaints.about(stats)
+        if solve_warnings is not None:
+            solve_warnings.about(stats)
         elif stats.trouble is not None:
             _warn(stats.trouble)
         return stats

@@ -73,7 +73,7 @@ def hypergradient(
     if horizon is not None and inverse.learner is inverse:
         solver = partial(preconditioner, inverse, curvature, at)
         adjust = partial(_adjusted, loop, horizon, at, outer.theta, solver, extra)
-    found = implicit(at, inverse, curvature, start, along, outer, loop.complaints, adjust)
+    found = implicit(at, inverse, curvature, start, along, outer, loop.solve_warnings, adjust)
     notes = {
         "residual": tape.defer(lambda stats: stats.residual, found.stats),
         "poor_solve": tape.defer(lambda stats: stats.trouble is not None, found.stats),
@@ -86,7 +86,7 @@ def hypergradient(
         }
         horizon.observe(found.adjoint)
         tape.at_end(lambda: known.read(loop.clock.k))
-        tape.defer(lambda value: loop.complaints.say(known.warning_for(value)), found.value)
+        tape.defer(lambda value: loop.solve_warnings.warn(known.warning_for(value)), found.value)
     return OuterGradient(found, lag, notes)
 
 

@@ -28,7 +28,7 @@ from nhgd.data.stream import Stream
 from nhgd.data_parallel import Division
 from nhgd.errors import InputError, NonFiniteError
 from nhgd.execution.base import AbstractExecutor, SupportsOverlap
-from nhgd.hypergradients.implicit import Complaints
+from nhgd.hypergradients.implicit import SolveWarnings
 from nhgd.inverse.base import AbstractInverse
 from nhgd.inverse.capabilities import couples, needs_record, sampling
 from nhgd.loop.horizon import Horizon
@@ -76,7 +76,7 @@ class Loop:
         self.inner = Stream(inner_data, "inner_data", device)
         self.outer = Stream(outer_data, "outer_data", device)
         self.calls = OracleCalls()
-        self.complaints = Complaints()
+        self.solve_warnings = SolveWarnings()
         self.clock = Clock()
         self.repeats = False  # whether outer steps may be captured, and repeated without their Python
         self.remarks: dict[str, Any] = {}  # what the method has found out about the problem, for the run's stats
@@ -109,7 +109,7 @@ class Loop:
         """Inside, as many CPU threads are used as suit the problem; afterwards as many as before."""
         return threads.limited(self.threads)
 
-    def take_threads(self, count: int) -> None:
+    def restore_threads(self, count: int) -> None:
         """Choose the threads of the run that is resumed, if it chose them and nobody has chosen others since."""
         if (
             count in (1, torch.get_num_threads())
@@ -247,7 +247,7 @@ class Loop:
 
         def closure() -> Tensor:
             again = self.gradient(chosen, record=False)
-            self.theta.give(again.gradient)
+            self.theta.set_gradient(again.gradient)
             return again.value
 
         self.move_theta(found.gradient, closure)
@@ -275,7 +275,7 @@ class Loop:
         return self.theta.plain_rate(self.clock, owner)
 
     @contextmanager
-    def elsewhere(self, theta: Tensor, v: Tensor | None = None) -> Iterator[None]:
+    def temporarily_at(self, theta: Tensor, v: Tensor | None = None) -> Iterator[None]:
         """A context in which theta (D,), and v (P,) if given, have other values."""
         here = self.problem.theta.flat(), self.problem.v.flat()
         self.problem.theta.assign(theta)
@@ -292,7 +292,7 @@ class Loop:
         """A vector (D,) after the projection of theta, which does not move."""
         if self.settings.project is None:
             return theta
-        with self.elsewhere(theta):
+        with self.temporarily_at(theta):
             self.project_theta()
             return self.problem.theta.flat()
 
@@ -351,7 +351,7 @@ class Loop:
 
     def begin(self) -> None:
         """Start a new outer step: reset the inner clock and inform the executor."""
-        tape.effect(self._begin_anew)
+        tape.effect(self._reset_inner_clock)
         self.recent.clear()
         self.problem.check_ridge()
         if (self.clock.k & (self.clock.k - 1) == 0 and self.clock.k > 0) or self.clock.k % 256 == 255:
@@ -359,9 +359,9 @@ class Loop:
         if self.inverse is not None:
             self.executor.begin()
 
-    def _begin_anew(self) -> None:
+    def _reset_inner_clock(self) -> None:
         self.clock.t = 0
-        self.theta.depart()
+        self.theta.reset_distance()
 
 
 def _checked(norm: float, low: float | None = None) -> float:

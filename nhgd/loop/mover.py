@@ -60,7 +60,7 @@ class Mover:
                 stacklevel=4,
             )
 
-    def depart(self) -> None:
+    def reset_distance(self) -> None:
         """Start summing up step sizes."""
         self._travelled = 0.0
 
@@ -111,7 +111,7 @@ class Mover:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
         self._travel(float(self.optimizer.param_groups[0]["lr"]))
-        self.give(gradient)
+        self.set_gradient(gradient)
         if not isinstance(self.optimizer, LBFGS):
             self.optimizer.step()
         elif closure is not None:
@@ -132,7 +132,7 @@ class Mover:
         groups = self.optimizer.param_groups
         lr = self.scheduled_rate(clock)
         tape.effect(lambda: self._travel(lr))
-        self.give(gradient)
+        self.set_gradient(gradient)
         rate = tape.on_device(lr)
         if isinstance(rate, Tensor) and type(self.optimizer) is SGD:
             self._take_sgd_step(rate)
@@ -186,7 +186,7 @@ class Mover:
             return f"{kind} moves {self.variable.role}: make it with capturable=True, or use SGD"
         return None
 
-    def give(self, gradient: Sequence[Tensor]) -> None:
+    def set_gradient(self, gradient: Sequence[Tensor]) -> None:
         """Store a gradient where the optimiser reads it."""
         for target, g in zip(self._targets, gradient, strict=True):
             target.grad = g.to(target.dtype)

@@ -78,7 +78,7 @@ def both_levels(
     series, phi = scaled(loop, sample, phi, trail.phi)
     in_v = v.flatten(series.leaves)
 
-    with loop.elsewhere(trail.theta, trail.v):
+    with loop.temporarily_at(trail.theta, trail.v):
         if eta_theta < 1:
             there = loop.replay(objective).inner_gradients(in_v=False).theta
             in_theta = in_theta + (1 - eta_theta) * (trail.in_theta - there)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from nhgd._autocast import set_aside
+from nhgd._autocast import without_autocast
 from nhgd._recording.recorder import Recorder
 from nhgd.data.batch import Batch
 from nhgd.inverse.base import AbstractInverse
@@ -29,7 +29,7 @@ def learn(
         return None
     state = learner.init(problem.theta)
     recorder = Recorder(problem, learner.records, learner.fisher, calls, couples(learner))
-    with set_aside(), problem.guarded(seed):
+    with without_autocast(), problem.guarded(seed):
         for batch in batches:
             record = recorder.step(batch).record
             assert record is not None
