@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 taskset -c 1 python -m benchmarks.prices benchmarks/results/prices-cpu.json
     python -m benchmarks.prices benchmarks/results/prices-NAME.json --device cuda
 
-Each is the least of several times, in CPU time on a CPU. `nhgd/_budget.py` has rounded figures from these files as constants,
+Each is the least of several times, in CPU time on a CPU. `nhgd/_prices.py` has rounded figures from these files as constants,
 so that the same shapes give the same decisions on every machine. The price of a call is measured as the shortest operation and
 entered as several times that, because what Python does around an operation takes longer than the operation.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import environment
-from nhgd._budget import prices_of
+from nhgd._prices import prices_of
 from nhgd._memory import synchronise
 
 

@@ -10,19 +10,12 @@ cheap they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import ceil, prod
+from math import ceil
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
-
 from nhgd._cost import Operation, kronecker, windowed, work
+from nhgd._prices import Prices
 from nhgd._shape import Shape
 from nhgd.inverse._learned.effort import Effort
 from nhgd.inverse._learned.kronecker import AbstractKronecker
@@ -31,7 +24,6 @@ from nhgd.inverse._learned.periods import Periodic
 from nhgd.inverse.fisher_window import FisherWindow
 from nhgd.inverse.kfac import KFAC
 
-LARGE = 2**20  # numbers: larger arrays are not in a cache, and come from the system page by page
 BUILD_UP = 10  # outer steps
 BUILD_UP_SHARE = 6.0  # how many times the overhead these may take
 MORE_PASSES = 2  # times as many passes as later an outer step of these may take
@@ -44,102 +36,6 @@ NEEDED = 4  # samples for each row of the widest factor before it is first inver
 ENOUGH = 8  # that a running mean holds later
 
 
-@dataclass(frozen=True)
-class Prices:
-    """Seconds of operations in float32; float64 takes twice as long.
-
-    Attributes:
-        multiplication: and addition, in a large matrix product.
-        thin: the smallest dimension of a matrix product that runs at half that speed.
-        number: read or written.
-        call: of one operation from Python, whatever it does.
-        eigh, eigh_square: of an eigendecomposition, by the cube and by the square of its rows.
-        cholesky: of a factorisation, by the cube of its rows.
-    """
-
-    multiplication: float
-    thin: float
-    number: float
-    call: float
-    eigh: float
-    eigh_square: float
-    cholesky: float
-
-    def of(self, operations: Sequence[Operation], gradient: float) -> float:
-        """Seconds of all operations, given those of an inner gradient."""
-        return sum(o.times * self._one(o, gradient) for o in operations)
-
-    def _one(self, operation: Operation, gradient: float) -> float:
-        kind, size, _, double = operation
-        if kind == "gradient":
-            return gradient
-        if kind == "product":
-            return 2 * gradient
-        each = {
-            "matmul": self.multiplication * size,
-            "eigh": self.eigh * size**3 + self.eigh_square * size**2,
-            "cholesky": self.cholesky * size**3,
-            "pass": self.number * size * (2 if size > LARGE else 1),
-            "call": self.call,
-        }[kind]
-        return each * (2 if double and kind != "call" else 1)
-
-
-PRICES = {
-    "cpu": Prices(2.4e-11, 20.0, 1.2e-10, 1.2e-5, 9e-11, 2.2e-8, 9e-12),
-    "cuda": Prices(1e-13, 40.0, 2e-12, 2e-5, 1e-12, 8e-9, 1.5e-13),
-}
-
-
-class Priced(TorchDispatchMode):
-    """Adds up the cost of the operations inside a block, from their shapes.
-
-    >>> with Priced(Prices(1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)) as priced:
-    ...     product = torch.ones(10, 20) @ torch.ones(20, 30)
-    >>> priced.seconds
-    6000.0
-    """
-
-    def __init__(self, prices: Prices) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without annotations
-        self.prices = prices
-        self.seconds = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        prices = self.prices
-        if func is torch.ops.aten._to_copy.default:
-            return result  # the number of autocast's casts depends on where it was entered, and a budget must not
-        self.seconds += prices.call
-        if not func.is_view:
-            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            numbers = sum(t.numel() for t in (*given, *(t for t in tree_leaves(result) if isinstance(t, Tensor))))
-            formula = flop_registry.get(func._overloadpacket)
-            if formula is not None:
-                smallest = _smallest([tuple(t.shape) for t in given])
-                flops = float(formula(*args, **kwargs, out_val=result))
-                self.seconds += prices.multiplication * flops / 2 * (1 + prices.thin / smallest)
-            self.seconds += prices.number * numbers
-        return result
-
-
-def _smallest(shapes: Sequence[tuple[int, ...]]) -> int:
-    """The smallest dimension of a product; of a convolution, that of its weight as a matrix."""
-    images = [s for s in shapes if len(s) == 4]
-    if images:
-        weight = min(images, key=prod)
-        return max(1, min(weight[0], prod(weight[1:])))
-    return max(1, min((n for s in shapes if len(s) > 1 for n in s[-2:]), default=1))
-
-
-@contextmanager
-def priced(device: torch.device) -> Iterator[Priced]:
-    """Price the work inside the block on this kind of device."""
-    with Priced(prices_of(device)) as found:
-        yield found
-
-
 def affordable_passes(overhead: float, steps: int) -> int:
     """The passes over a batch that curvature may take in an outer step, in addition to those of the inner loop and
     hypergradient.
@@ -148,11 +44,6 @@ def affordable_passes(overhead: float, steps: int) -> int:
     (1, 2, 1)
     """
     return max(1, int(overhead * (steps + 1) * (1 + 1e-12)))
-
-
-def prices_of(device: torch.device) -> Prices:
-    """The prices of a kind of device; those of a GPU if it is unknown."""
-    return PRICES["cpu" if device.type == "cpu" else "cuda"]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nhgd
-from nhgd._budget import BRIEF_RECORD, PRICES, Budget, Priced
+from nhgd._budget import BRIEF_RECORD, Budget
+from nhgd._prices import PRICES, Priced
 from nhgd._recording.recorder import Recorder
 from nhgd._recording.sampling import Sampling
 from nhgd._shape import Layer, Shape

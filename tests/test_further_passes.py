@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nhgd
-from nhgd._budget import BRIEF, PRICES, Budget, affordable_passes
+from nhgd._budget import BRIEF, Budget, affordable_passes
 from nhgd._cost import windowed
+from nhgd._prices import PRICES
 from nhgd._recording.recorder import Recorder
 from nhgd._shape import Layer, Shape
 from nhgd.algorithm import AID, NHGD

@@ -43,6 +43,7 @@ ORDER = """
     inverse
     _shape
     _cost
+    _prices
     _budget
     hypergradients execution
     _solved _observing

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import nhgd
-from nhgd._budget import FEW_ITERATIONS, PRICES, Budget
+from nhgd._budget import FEW_ITERATIONS, Budget
 from nhgd._cost import work
+from nhgd._prices import PRICES
 from nhgd._shape import Layer, Shape, unevenness
 from nhgd._tree import map_tensors
 from nhgd.inverse import EKFAC, KFAC

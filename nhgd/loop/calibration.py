@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from nhgd._budget import Budget, Priced, affordable_passes, prices_of
+from nhgd._budget import Budget, affordable_passes
 from nhgd._cost import Operation
+from nhgd._prices import Priced, prices_of
 from nhgd._recording.recorder import Recorder
 from nhgd._shape import Shape
 from nhgd._tree import map_tensors, tensors

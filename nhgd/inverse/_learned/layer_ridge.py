@@ -14,7 +14,7 @@ from nhgd.inverse._learned.eigenbasis import Basis, Solver, eigenvalues
 
 ITERATIONS = 50  # of conjugate gradients at most
 RANGE = 1e3  # between the entries of a ridge: above it, conjugate gradients need its scale in the preconditioner
-# In multiplications of a matrix product on a CPU, by the prices of `nhgd._budget`: an eigendecomposition of n rows takes
+# In multiplications of a matrix product on a CPU, by the prices of `nhgd._prices`: an eigendecomposition of n rows takes
 # CUBE n^3 + SQUARE n^2, and the operations of an iteration take so many before they compute anything.
 CUBE, SQUARE, CALLS = 4, 1000, 1.5e7
 
