@@ -35,12 +35,12 @@ import torch
 
 import nhgd
 from benchmarks.environment import environment
-from nhgd._solution import CLOCKED
 from nhgd.checkpoint import SavedCheckpoint, exists
 from nhgd.cli._output import folder
 from nhgd.cli._program import app
 from nhgd.plot.png import write_png
 from nhgd.task import Quadratic
+from tests.histories import CLOCKED
 
 ERRNOS = ("ENOSPC", "EIO", "EDQUOT", "ESTALE", "EACCES")
 BEFORE, LAST = 3, 6  # outer steps: of the run that lies there already, and of the one that goes on

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 
 from benchmarks.environment import environment
-from nhgd._solution import CLOCKED
 from nhgd.checkpoint import SavedCheckpoint, exists
 from nhgd.cli._program import app
+from tests.histories import CLOCKED
 
 TASKS = {
     "quadratic": ("nhgd", "nhgd-window", "nhgd-paper", "aid-cg", "aid-neumann", "soba", "saba", "stocbio", "amigo", "bome",
