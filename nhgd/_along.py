@@ -86,16 +86,16 @@ def check_along(
 ) -> AlongReport:
     """Run a solver, and compare inverses with the exact hypergradient after some of its outer steps.
 
-    A point is where the run itself asks for its hypergradient: theta as the inner loop of the outer step left it, v as it was
+    A point is where the run itself takes its hypergradient: theta at the end of the inner loop of the outer step, with v as
     in that loop. At each, with H the inner Hessian and u the outer gradient in theta:
 
         cosine, relative_error    with grad_v f - (d2_{theta,v} l)^T H^+ u
-        cosine_damped             with the same of (H + damping I)^{-1} u, which a run that looks no further than its horizon wants
+        cosine_damped             with the same of (H + damping I)^{-1} u, the target of a run with this horizon
 
-    The inverse that the run has learnt is the row "NAME of the run", with the run's own statistics, as old as they are there,
-    its damping, and what its horizon has made of x. All others are taught afresh at the point; those whose damping
-    is "auto" solve with the run's. A row of the same NAME tells what the age of the statistics costs. The points are 1, `steps`
-    and geometrically between: most changes at the start.
+    The row "NAME of the run" is the inverse that the run has learnt, with the run's current statistics, its damping, and the
+    corrections of its horizon. All others learn afresh at the point; those whose damping is "auto" solve with the run's. A row
+    of the same NAME shows what the age of the statistics costs. The points are 1, `steps` and others in geometric progression:
+    most changes at the start.
 
     Args:
         solver: a `Solver`, new or resumed, in one process. It takes the steps that `run(steps=steps)` would take, on the same
@@ -105,7 +105,7 @@ def check_along(
         points: how many are examined.
         inverses: names or objects, besides the run's own; default: all known ones, the dense solve only up to D = 500.
         inner_data: batches over which the exact products run, in place of inner_batch.
-        learn_from: batches that inverses learn from at a point, when that is to differ.
+        learn_from: batches that inverses learn from at a point, if others.
         dense_below, seed, progress: as of `check`.
 
     >>> import nhgd, torch

@@ -1,10 +1,10 @@
-"""Automatic mixed precision that the caller has switched on around the library.
+"""Automatic mixed precision that the caller has enabled around the library.
 
     with torch.autocast("cuda"):
         solver.run(steps=100)
 
-The user's functions run under it, as they would in a loop of his own. Everything else does not: backward passes, statistics and
-solves are in the precision of their numbers. torch keeps the casts of parameters until the outermost context ends, whatever
+The user's functions run under it, as in the user's own loop. Everything else does not: backward passes, statistics and
+solves use the precision of their numbers. torch keeps the casts of parameters until the outermost context ends, whatever
 happens to the parameters meanwhile, so they are dropped at every `Variable.view` of theta and v.
 """
 
@@ -45,12 +45,12 @@ def without_autocast() -> Iterator[None]:
             yield
     finally:
         _outside.enabled, _outside.caching = before
-        torch.clear_autocast_cache()  # the caller may call his model next
+        torch.clear_autocast_cache()  # the caller may call the model next
 
 
 @contextmanager
 def user_autocast() -> Iterator[None]:
-    """Inside, autocast is as the caller has set it: for functions of his own."""
+    """A context with the caller's autocast settings, for the user's functions."""
     if not _outside.enabled:
         yield
         return

@@ -1,9 +1,9 @@
-"""How many CPU threads a small problem takes: one.
+"""How many CPU threads a small problem uses: one.
 
-An operation that takes a fraction of a millisecond gains little from a second thread, and threads that wait for a busy core
-spin: on two cores shared with another process a small run took twenty times as long on two threads as on one. Whether
-a problem is small is decided by the shapes of its operations and not by a clock, so that a resumed run chooses the
-same, because sums come out differently in their last digits with another number of threads.
+An operation of a fraction of a millisecond gains little from a second thread, and threads that wait for a busy core
+spin: on two cores shared with another process a small run took twenty times as long on two threads as on one. Whether a
+problem is small follows from the shapes of its operations and not from a clock, so that a resumed run makes the same
+choice: sums differ in their last digits with another number of threads.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     mean_i( w_i l_i ) + sum( l2 * theta^2 )
 
-An `Objective` has its own seed, so that the same object repeats the same dropout, at the same point or at
-another. It keeps no graph: theta and v may move between two questions.
+An `Objective` has its own seed, so that the same object repeats the same dropout, at any point. It keeps no graph: theta
+and v may move between two calls.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from nhgd.record import InnerRecord, InnerStep, Reduction
 
 @dataclass
 class OracleCalls:
-    """How often each derivative was asked for; one call is one batch.
+    """How often each derivative was taken; one call is one batch.
 
-    One gradient is one backward pass over a batch, with or without a forward pass of its own. So an inner step counts once for
-    its gradient; each root of the exact or the sampled Fisher matrix is one more; so are, once or for each root, the rows of
-    parameters outside Linear and Conv2d, which a pass of their own gives, or as many as there are samples where dropout is
-    to be that of the inner step. A cross derivative that takes the scores of an inner step's own pass is one product with each
-    layer where a gradient has three: three of them count as one in `cross`, and as nothing else. One that needs a pass of its
-    own, backward or in forward mode, counts as a gradient too. What is done once to look at a model, before the first step or in
-    it, does not count. `samples` are those of all inner gradients.
+    One gradient is one backward pass over a batch, with or without a forward pass. So an inner step counts once for its
+    gradient, and once for each root of the exact or the sampled Fisher matrix. Rows of parameters outside Linear and
+    Conv2d count once, or once for each root, if they come from a separate pass; once for each sample if their dropout
+    must be that of the inner step. A cross derivative from the scores of an inner step is one product with each layer
+    where a gradient has three: three of them count as one in `cross`, and as nothing else. One that needs a pass,
+    backward or in forward mode, counts as a gradient too. One-time checks of a model do not count. `samples` are those
+    of all inner gradients.
     """
 
     inner_gradients: int = 0

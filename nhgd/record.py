@@ -5,8 +5,8 @@ gradient of l_i. All records hold rows that satisfy F = (1/B) rows^T rows, the r
 sampled Fisher matrix s_i s_i^T becomes sum_k s_ik s_ik^T with s_ik = J_i^T r_ik, the roots r_ik of the likelihood pulled
 back by K further backward passes; a record then holds K rows for each sample.
 
-A record may be of some samples of a batch only, the others being elsewhere. Its `reduction` then turns means over the samples
-here into means over the batch. An inverse that takes all its means by `batch_mean` need not know more.
+A record may cover only some samples of a batch, with the rest on other workers. Its `reduction` then turns means over these
+samples into means over the batch. An inverse that takes all its means by `batch_mean` need not know more.
 """
 
 from __future__ import annotations

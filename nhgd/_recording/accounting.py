@@ -1,9 +1,9 @@
-"""What layers account for: whether the inputs and scores of a layer are all of the gradient of its weight and bias.
+"""Which parameters layers account for: whether a layer's inputs and scores give the whole gradient of its weight and bias.
 
-They are where the layer is called and its weight is used nowhere else. The autograd graph tells: it is walked from the losses
-down to the parameters, at each record, because control flow may change from batch to batch. A call of a plain Linear or
-Conv2d is stepped over, to where its input was made; a parameter that is reached nevertheless is used elsewhere too. What a
-subclass computes is not known, so its numbers are compared with the gradient itself.
+They do if the layer is called and its weight is used nowhere else. The autograd graph shows this: it is walked from the
+losses to the parameters at each record, because control flow may change from batch to batch. The walk skips a call of a
+plain Linear or Conv2d and continues at its input; a parameter that is still reached is also used elsewhere. The
+computation of a subclass is unknown, so its scores are compared with the gradient itself.
 """
 
 from __future__ import annotations

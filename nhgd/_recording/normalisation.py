@@ -1,10 +1,10 @@
 """BatchNorm with batch statistics, through which samples influence each other.
 
-The gradient of one sample is not defined there, and the batch objective is all there is. Its score at a sample's place in a
-layer, taken through the statistics of the batch, is what K-FAC, EKFAC and the diagonal learn from. With weights it is the score
-of sum_i sqrt(w_i) l_i: sqrt(w_i) s_i where samples do not influence each other, and finite at a weight of zero. For the exact
-and the sampled Fisher matrix it is that of sum_i sqrt(w_i) e_ik r_ik . z_i, with random signs e_ik: the roots of one k resemble
-each other over the samples, and without signs BatchNorm would take away what they have in common, most of the curvature.
+The gradient of one sample is not defined there; only the batch objective is. K-FAC, EKFAC and the diagonal learn from
+its score at a sample's place in a layer, taken through the statistics of the batch. With weights it is the score of
+sum_i sqrt(w_i) l_i: sqrt(w_i) s_i for independent samples, and finite at a weight of zero. For the exact and the
+sampled Fisher matrix it is that of sum_i sqrt(w_i) e_ik r_ik . z_i, with random signs e_ik: the roots of one k are
+similar for all samples, and without signs BatchNorm would remove their common part, which is most of the curvature.
 """
 
 from __future__ import annotations

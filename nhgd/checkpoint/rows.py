@@ -1,10 +1,10 @@
-"""The history in a checkpoint: one row a line, to which the rows of the next outer steps are appended.
+"""The history in a checkpoint: one row a line, to which later rows are appended.
 
-Two checkpoints are kept, each with a file of its own. A new one takes over the file of the one that it replaces, by a second
-name for it, and appends what came since. What it appends does not touch the older one, which knows how far its part reaches.
+Each of the two checkpoints has its own file. A new one takes over the file of the one that it replaces, by a hard link,
+and appends the new rows. That does not affect the older one, which knows the length of its part.
 
-Rows are final once they are written, but for the last, which the caller's own loop sees only then: where that has changed, or
-is another since the history was cleared, all are written anew. So they are where the file has names elsewhere.
+Rows are final once they are written, except the last, which the caller's own loop sees only then. If it has changed, or
+the history was cleared and filled again, all rows are written anew; also if the file has other hard links.
 """
 
 from __future__ import annotations

@@ -110,14 +110,14 @@ def cache() -> Path:
 def fetch(name: str, folder: Path | None = None, tell: Callable[[float, str], None] | None = None) -> list[Path]:
     """Download an image set, or its missing files; returns its four files.
 
-    A file that is there and right is left alone; one that broke off goes on where it stopped; a mirror that fails, lies or
-    takes too long is followed by the next. Nothing but a file with the right size and sums gets its final name, and no more
-    than that size is ever taken.
+    Existing correct files are kept, and interrupted downloads continue. If a mirror fails, sends a wrong file or is too slow,
+    the next one is tried. Only a file with the right size and checksum gets its final name, and no more than that size is ever
+    downloaded.
 
     Args:
         name: "mnist" or "fashion-mnist".
-        folder: where to; default: `cache() / name`.
-        tell: called with the part done and a few words.
+        folder: the target; default: `cache() / name`.
+        tell: called with the fraction done and a short text.
     """
     if name not in PUBLISHED:
         raise unknown("image set", name, PUBLISHED)
@@ -163,10 +163,10 @@ class Resuming:
     """A downloader for pooch that continues an interrupted download and accepts only the expected file.
 
     Args:
-        part: where what has come is kept.
-        expected: what the whole file is.
-        tell: called with the part done.
-        seconds: that one try may take in all; default: by the size of the file.
+        part: the partial file.
+        expected: the complete file.
+        tell: called with the fraction done.
+        seconds: time limit of one try; default: by the size of the file.
     """
 
     def __init__(

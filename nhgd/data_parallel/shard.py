@@ -1,9 +1,9 @@
 """A worker's part of a batch.
 
 Every worker holds the same theta and v, draws the same batch from the same random numbers, and keeps its own slice of
-it: a `Shard`. What is a mean over the batch is computed on the slice, scaled by the slice's part of the batch, and summed
-over the workers, so that N workers with slices of B / N do what one worker does with B. A batch that cannot be divided is
-computed in full by every worker, which is right too, and no faster.
+it: a `Shard`. Means over the batch are computed on the slice, scaled by its share of the batch, and summed over the
+workers, so that N workers with slices of B / N give the result of one worker with B. A batch that cannot be divided is
+computed in full by every worker, which is correct, but no faster.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Shard(Reduction):
     """This worker's part of a batch, and the reductions that turn its results into those of the whole batch.
 
     Attributes:
-        parts: how many samples each worker has, by rank; None where every worker evaluates all of the batch.
-        team: who the others are.
+        parts: how many samples each worker has, by rank; None if every worker evaluates the whole batch.
+        team: the workers.
         step: inner steps of the run so far; a worker draws dropout for its own samples at each step.
     """
 

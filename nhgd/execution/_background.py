@@ -22,13 +22,13 @@ from nhgd.variable import Variable
 
 
 class AbstractBackground(AbstractExecutor):
-    """Records wait in a queue of at most `max_lag`; one thread folds them in, in the order they came.
+    """Records wait in a queue of at most `max_lag`; one thread folds them in, in order.
 
-    The order is that of the inline run and each record is folded in by the same code, so the state is the same once
-    all are. What backends differ in are the methods with an underscore, which they override.
+    The order and the code are those of the inline run, so the final state is the same. Backends override the methods
+    with an underscore.
 
     Attributes:
-        queue: what waits, and the state.
+        queue: the pending records, and the state.
         busy: the time of the curvature work on its device; made by `_prepare`.
     """
 

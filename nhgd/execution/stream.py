@@ -33,13 +33,13 @@ Gathered: TypeAlias = tuple[InnerRecord, list[Tensor], list[tuple[Tensor, int]]]
 class Stream(AbstractBackground):
     """On a second stream of the same GPU: kernels of both streams run concurrently if the GPU has room.
 
-    A thread launches on the side stream, because some factorisations make their caller wait. The two streams wait for
-    each other by events: the side stream for the inner step that made a record, the inner stream for the last record
-    before a solve. Memory that one stream made and the other reads is kept until both are done with it. The inner loop runs
-    on a stream of high priority, so that its many small kernels pass those of the curvature; and what an inverse does alike
-    for each record is a CUDA graph, because each kernel that a second thread launches by itself holds the first one up. Where
-    a graph is all of a record's work, the inner loop gathers a few records and launches one graph for them itself, and what
-    that found is checked later.
+    A thread launches on the side stream, because some factorisations block the caller. The two streams synchronise by
+    events: the side stream waits for the inner step that made a record, the inner stream for the last record before a
+    solve. Memory that one stream made and the other reads is kept until both are done with it. The inner loop runs on a
+    stream of high priority, so that its many small kernels overtake those of the curvature. Work that is the same for
+    each record is a CUDA graph, because each kernel launch of the second thread delays the first. If a graph is all of
+    a record's work, the inner loop collects a few records and launches one graph for them itself; its results are
+    checked later.
 
     Args:
         max_lag: how many records may be outstanding before an inner step waits; default 8.

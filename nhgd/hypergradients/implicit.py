@@ -78,10 +78,10 @@ def implicit(
 
     Args:
         at: the point and its oracles.
-        inverse: how x is found, from `state` and perhaps from `start`.
+        inverse: computes x, from `state` and optionally from `start`.
         cross: the transposed cross derivative times x; default: at the point itself.
         outer: the outer gradient, if already known.
-        solve_warnings: of the run this is a part of; without one, a solve in trouble is warned of here and now.
+        solve_warnings: those of the run; without a run, a poor solve causes a warning at once.
         adjust: a correction of x before it is used.
     """
     outer = at.outer() if outer is None else outer

@@ -22,17 +22,17 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class SolveStats:
-    """How a solve went.
+    """Statistics of a solve.
 
     Attributes:
-        residual: |H x - u| / |u|, or None where knowing it would have cost an extra Hessian product.
+        residual: |H x - u| / |u|, or None if it would have cost an extra Hessian product.
         hvps: Hessian products spent, counted in batches.
-        converged: whether the method's own stopping test was met; a method without one says whether its residual is at most
-            0.1, or True if its residual is unknown.
-        notes: anything else worth knowing, by name. Those that every reader understands: `negative_curvature`, whether a
-            direction with clearly negative curvature was met; `diverged`, whether the iteration grew; `outside`, the part of
-            u, of its length, that was seen to lie outside of the range of H; `cut`, beside it, how long the part of x that
-            was left out with it could be, of x's length.
+        converged: whether the method's own stopping test was met; a method without one says whether its residual is at
+            most 0.1, or True if its residual is unknown.
+        notes: further results by name. Generally understood are `negative_curvature`, whether a direction with clearly
+            negative curvature was found; `diverged`, whether the iteration grew; `outside`, the part of u outside the
+            range of H, relative to u; and with it `cut`, the largest possible length of the part of x omitted with it,
+            relative to x.
         trouble: what is wrong with x, in a sentence with the remedy, or None.
     """
 
@@ -47,8 +47,8 @@ class SolveStats:
 class AbstractInverse(Validated, ABC):
     """A way to apply the inverse of the inner Hessian: a frozen dataclass of hyper-parameters.
 
-    Derive from `Learned`, whose state follows the inner steps, or from `Iterative`, which has none. Whoever holds an inverse
-    of either kind, with the state of its `learner` if it has one, calls `apply`. What else an inverse may have is in
+    Derive from `Learned`, whose state follows the inner steps, or from `Iterative`, which has none. Code that accepts
+    either kind calls `apply`, with the state of its `learner` if it has one. Optional abilities are in
     `nhgd.inverse.capabilities`.
     """
 
@@ -71,10 +71,10 @@ class AbstractInverse(Validated, ABC):
 
 @dataclass(frozen=True)
 class Learned(AbstractInverse, Generic[S]):
-    """An inverse that learns from the inner steps: `init`, `observe` and `solve` around a state of its own kind, S.
+    """An inverse that learns from the inner steps: `init`, `observe` and `solve` with a state of type S.
 
     It declares what it needs of an inner step, which computes nothing else. A solve needs only the ridge of its point.
-    A state that is to be saved, moved or sent derives from `State`.
+    A state that can be saved, moved or sent derives from `State`.
     """
 
     @property
@@ -116,7 +116,7 @@ class Learned(AbstractInverse, Generic[S]):
 
 @dataclass(frozen=True)
 class Iterative(AbstractInverse):
-    """An inverse that learns nothing beforehand: it asks the oracle for the products it needs, at each solve."""
+    """An inverse without a state: each solve asks the oracle for the products it needs."""
 
     @abstractmethod
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:

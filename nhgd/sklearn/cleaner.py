@@ -72,42 +72,42 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
        noise model, P(given | x) = sum_k p_k(x) T_kj, and from this the probability that a label is wrong; trained again with
        the probability to be right as weights, twice, they give the final one. Trusted samples have weight 1 and, out of
        fold, calibrate the scores. All of this is done with several ridges, and the probabilities are averaged.
-    3. Suspect are the most probable ones, as many as make the expected F1 greatest, and only where the model without
-       them calls the sample something else than the given label.
+    3. The suspects are the labels most probably wrong, as many as maximise the expected F1, provided that the model trained
+       without them predicts another class.
 
-    Features are standardised here, so no scaler is needed. The steps of a Pipeline transform X only; if there
-    are some, X_trusted goes through them by `Pipeline(..., transform_input=["X_trusted"])` with scikit-learn's metadata
-    routing and `set_fit_request(X_trusted=True, y_trusted=True)`, or by hand: `pipeline[:-1].transform(X_trusted)` after they
-    were fitted. A trusted set on another scale than X is warned of.
+    Features are standardised here, so no scaler is needed. The steps of a Pipeline transform X only. To transform X_trusted as
+    well, use `Pipeline(..., transform_input=["X_trusted"])` with scikit-learn's metadata routing and
+    `set_fit_request(X_trusted=True, y_trusted=True)`, or `pipeline[:-1].transform(X_trusted)` after fitting those steps. A
+    trusted set on another scale than X causes a warning.
 
     Args:
         model: None: a linear softmax classifier; an nn.Module from standardised samples (B, P) to scores (B, C); or a
-            classifier of scikit-learn's with predict_proba, which gets X as it is. With the last, weights are learnt for a
+            scikit-learn classifier with predict_proba, which gets the raw X. With the last, weights are learnt for a
             linear model of its out-of-fold log-probabilities.
-        steps: outer steps, at most; the one that is best on held-out samples counts.
+        steps: maximum number of outer steps; the one that is best on held-out samples is used.
         inner_steps: inner steps for each of them.
         l2: the ridge of the model, on standardised features; None: an average over several, with a linear model, else 1e-2.
-        batch_size: samples an inner step sees.
+        batch_size: samples of an inner step.
         held_out: the part of the data that replaces the trusted set if none is given.
         robustness: q of the bounded loss, in (0, 1].
-        device: where weights are learnt and modules trained, "cpu", "cuda" or a torch.device.
+        device: for learning weights and training modules: "cpu", "cuda" or a torch.device.
         verbose: show a progress bar; None: on a terminal only.
         random_state: seed or generator.
 
     Attributes:
-        scores_: how much each label is suspected, (N,): the log-odds that it is wrong. Higher is worse, without ties at 0 or 1.
-        threshold_: the score from which on labels are suspect, if the model also disagrees.
+        scores_: the log-odds that each label is wrong, (N,). Higher is worse, without ties at 0 or 1.
+        threshold_: labels with higher scores are suspect, if the model also disagrees.
         weights_: the weight of every training sample, (N,), sigmoid(threshold_ - scores_); a suspect one is below 0.5.
         label_issues_: the indices of the suspects, worst first.
-        suggested_labels_: what the cleaned model would call each training sample, (N,), with `pred_probs` what those say;
-            never the given label of a suspect.
+        suggested_labels_: the class of each training sample by the cleaned model, (N,), or by `pred_probs` if given; never
+            the given label of a suspect.
         issue_counts_: suspects by given class (rows) and suggested class (columns), (C, C).
         noise_matrix_: P(given class | true class), true ones in rows, (C, C).
         label_probabilities_: P(true class | sample, given label), out of fold, (N, C).
         weighting_: (a, b).
         selected_step_: the outer step that (a, b) come from.
         history_: a row for each outer step.
-        model_: the cleaned model, where one was given.
+        model_: the cleaned model, if one was given.
         coef_, intercept_: of the linear one.
         classes_, n_features_in_: as in scikit-learn.
 
@@ -149,11 +149,11 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any, X_trusted: Any = None, y_trusted: Any = None, pred_probs: Any = None) -> LabelCleaner:
-        """Learn which labels to believe, and a model from those.
+        """Learn which labels to trust, and train a model on them.
 
         Args:
             X, y: the samples, (N, P), and their labels, (N,), some of them wrong.
-            X_trusted, y_trusted: samples whose labels are right, every class among them.
+            X_trusted, y_trusted: samples with correct labels, of every class.
             pred_probs: probabilities of the classes, sorted, for every sample, (N, C), by a model that was not trained on it
                 (out of fold). Suspects are then found from these alone; a trusted set is refused.
         """

@@ -17,9 +17,9 @@ class LeastResidual:
         y <- x, s <- r                                    where |r| <= |s|
         y <- y + eta (x - y),   s <- s + eta (r - s)      else, with eta = -s.(r - s) / |r - s|^2
 
-    The residuals of conjugate gradients rise and fall, and where u has a part outside of the range of H they grow without
-    end, and x with them. This one never grows: where they rise from the first step on it is what the method of minimal
-    residuals gives, and where they fall all the way it is the last iterate. It costs no product.
+    The residuals of conjugate gradients rise and fall, and if u has a part outside the range of H they grow without bound,
+    together with x. The residual here never grows: if they rise from the first step on, it is that of the method of minimal
+    residuals; if they always fall, it is that of the last iterate. It costs no product.
 
     Args:
         x, r: the first iterate and its residual u - H x. Both may be changed in place afterwards.
@@ -36,8 +36,8 @@ class LeastResidual:
         self.length = float(r.norm())
         self._sure: tuple[Tensor, float] | None = None
 
-    def doubt(self) -> None:
-        """From here on residuals may be nothing but rounding errors: what was the best at the first doubt is kept."""
+    def suspect_rounding(self) -> None:
+        """Residuals may be mere rounding errors from now on: keep the best iterate of the first such moment."""
         if self._sure is None:
             self._sure = self.x.clone(), self.length
 
@@ -56,10 +56,11 @@ class LeastResidual:
             self.length = float(self._r.norm())
 
     def unless_sound(self, x: Tensor, length: float, size: float) -> tuple[Tensor, float]:
-        """The last iterate where its residual is neither longer than u, of length `size`, nor than ten times the least.
+        """The last iterate, if its residual is at most that of zero, `size`, and at most ten times the least; else the
+        best x.
 
-        On a positive definite system the last iterate is nearest to the solution, also where its residual is not the least:
-        up to twice as near as the combination. Where it is not sound, it can be anything.
+        On a positive definite system the last iterate is closest to the solution, even if its residual is not the
+        least: up to twice as close as the combination. If it is not sound, it can be anything.
         """
         return (x, length) if length <= min(size, 10 * self.length) else (self.x, self.length)
 

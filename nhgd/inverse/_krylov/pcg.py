@@ -39,12 +39,12 @@ def pcg(
         repeat:  alpha = r.z / p.Hp;  x += alpha p;  r_new = r - alpha Hp;  z_new = M^{-1} r_new
                  p = z_new + (r_new.z_new / r.z) p
 
-    It stops at a relative residual of `tol`, and on curvature that is not positive. One product more is spent where a curvature
-    of rounding size was met: it shows whether the residual fell. On negative curvature in the very first step from zero,
-    x is M^{-1} u itself, shortened where its product is more than ten times as long as u.
+    It stops at a relative residual of `tol`, and on curvature that is not positive. After a curvature of rounding size one more
+    product shows whether the residual fell. On negative curvature in the first step from zero, x is M^{-1} u itself,
+    shortened if its product is more than ten times as long as u.
 
     Args:
-        owner: who asks, for messages.
+        owner: the name in messages.
         product: x -> H x.
         precondition: r -> M^{-1} r, symmetric and positive; None: the identity.
 
@@ -73,7 +73,7 @@ def pcg(
         if going and not rz > 0:  # a positive M never gives this, one made from a Hessian with negative curvature may
             seen.negative, seen.vanished, going = rz < 0, rz == 0, False
         if seen.vanished:
-            best.doubt()
+            best.suspect_rounding()
         if not going:
             break
         alpha = rz / seen.last

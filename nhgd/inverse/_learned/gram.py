@@ -5,7 +5,7 @@ layer keeps its inputs a and scores g, from which the part of a row is sum_t g_t
 
     (R R^T)_{nk,ml} = sum_{t,u} (a_nt . a_mu) (g_nkt . g_mlu)
 
-and no gradient is formed. All products are in float64 whatever the dtype of what is kept, in pieces of bounded size.
+and no gradient is formed. All products are in float64, whatever dtype is stored, in pieces of bounded size.
 """
 
 from __future__ import annotations

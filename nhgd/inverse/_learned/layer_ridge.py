@@ -28,7 +28,7 @@ def tolerance(dtype: torch.dtype) -> float:
 class LayerRidge:
     """Ridge and damping of one layer, R, with its factorisation into a row and a column.
 
-        R_ij = level * rows_i * columns_j        where `separable`; elsewhere that is the nearest such product, in logarithms
+        R_ij = level * rows_i * columns_j        if `separable`; otherwise the nearest such product, in logarithms
 
     A ridge for each input feature, with another for the bias, has rows of 1, and one for each output columns of 1.
 
