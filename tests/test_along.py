@@ -258,7 +258,7 @@ def test_what_cannot_be_told_is_none_and_refusals_are_said_once():
 
 def test_errors_are_sentences():
     made, inner, outer = solver()
-    with pytest.raises(nhgd.InputError, match=r"has no 4 points to look at\. Ask for at most 3"):
+    with pytest.raises(nhgd.InputError, match=r"does not have 4 points to examine\. Ask for at most 3"):
         nhgd.check_along(made, inner, outer, steps=3, points=4)
     with pytest.raises(nhgd.InputError, match="points must be a whole number of at least 1"):
         nhgd.check_along(made, inner, outer, steps=3, points=0)

@@ -88,10 +88,10 @@ GOOD = text(TRUSTED)
         (text([*TRAIN[:5], TRAIN[5][:3]]), ["row 6: 3 cells where the header has 4"]),
         (text(TRAIN, ["size", "size", "colour", "y"]), ["names the column 'size' twice", "Rename"]),
         (text(TRAIN, ["size", "", "colour", "y"]), ["column 2 has no name", "--ignore"]),
-        (text(changed(TRAIN, 3, "colour", "vermeil é")).encode("latin-1"), ["not UTF-8 text", "Save it"]),
-        (text(TRAIN).encode("utf-16"), ["not UTF-8 text"]),
+        (text(changed(TRAIN, 3, "colour", "vermeil é")).encode("latin-1"), ["not text in UTF-8", "Save it"]),
+        (text(TRAIN).encode("utf-16"), ["not text in UTF-8"]),
         (text(TRAIN).encode("utf-16-le"), ["line 1", "zero byte"]),
-        (gzip.compress(text(TRAIN).encode()), ["not UTF-8 text"]),
+        (gzip.compress(text(TRAIN).encode()), ["not text in UTF-8"]),
         (text(TRAIN, between=";"), ["semicolons between its columns", "Save it with commas"]),
         (text(TRAIN, between="\t"), ["tabs between its columns"]),
         (text(TRAIN).replace("red", '"red', 1), ["is not CSV", "quotation marks"]),
@@ -130,7 +130,7 @@ def test_a_spoilt_table_is_refused(content, words):
         (text(changed(TRUSTED, 4, "size", "")), ["trusted.csv, row 4: nothing in the column 'size'"]),
         (text(changed(TRUSTED, 4, "size", "abc")), ["trusted.csv, row 4: 'abc' in the column 'size'"]),
         (text(changed(TRUSTED, 4, "y", "")), ["trusted.csv, row 4: nothing in the label column"]),
-        (text(changed(TRUSTED, 4, "y", "maybe")), ["row 4: the label 'maybe' occurs nowhere", "no, yes"]),
+        (text(changed(TRUSTED, 4, "y", "maybe")), ["row 4: the label 'maybe' does not occur", "no, yes"]),
         (text([row for row in TRUSTED if row[3] == "no"]), ["every class", "too few of ['yes']"]),
     ],
 )
@@ -150,7 +150,7 @@ def test_options_of_clean_that_cannot_be():
     assert "cannot be read" in refusal("clean", "nothing.csv", "--label", "y")
     assert "cannot be read" in refusal("clean", ".", "--label", "y")
     assert "--label" in refusal("clean", "train.csv")
-    assert "one sample only" in (said := refusal(*clean(text(changed(TRAIN, 4, "y", "odd")))))
+    assert "only one sample" in (said := refusal(*clean(text(changed(TRAIN, 4, "y", "odd")))))
     assert "'odd'" in said
     assert "np." not in said
 
@@ -167,7 +167,7 @@ def test_an_output_that_cannot_or_must_not_be_is_found_out_before_the_work(monke
     assert "is a folder" in refusal(*clean(good, GOOD, out="folder"))
     assert "is a device or a pipe" in refusal(*clean(good, GOOD, out="pipe"))
     for out in ("train.csv", "folder/../train.csv", "link.csv"):
-        assert "would overwrite train.csv" in refusal(*clean(good, GOOD, out=out))
+        assert "would overwrite the input train.csv" in refusal(*clean(good, GOOD, out=out))
     assert "would overwrite trusted.csv" in refusal(*clean(good, GOOD, out="trusted.csv"))
     assert "train.csv is a file" in refusal(*clean(good, GOOD, out="train.csv/w.csv"))
     assert Path("train.csv").read_text() == good
@@ -369,7 +369,7 @@ def test_a_split_gets_every_class_by_as_few_changes_as_possible():
         assert int((order != torch.arange(40)).sum()) == 2 * (5 - len(before.unique()))
     with pytest.raises(nhgd.InputError, match="no sample of class 2 among the 3"):
         with_every_class(torch.tensor([0, 1, 1]), 0, 3, 3)
-    with pytest.raises(nhgd.InputError, match="2 samples cannot hold all 3 classes"):
+    with pytest.raises(nhgd.InputError, match="2 samples cannot contain all 3 classes"):
         with_every_class(torch.tensor([0, 1, 2]), 0, 2, 3)
 
 
@@ -473,7 +473,7 @@ def test_what_is_no_file_is_not_opened(kind, tmp_path):
 def test_no_more_bytes_are_unpacked_than_any_image_set_has():
     head = b"\0\0\x08\x03" + (2**20).to_bytes(4, "big") + (1024).to_bytes(4, "big") + (1).to_bytes(4, "big")
     Path("bomb").write_bytes(head)
-    with pytest.raises(nhgd.InputError, match="claims 1048576 x 1024 x 1 bytes, which is no image set"):
+    with pytest.raises(nhgd.InputError, match="claims 1048576 x 1024 x 1 bytes, which is not an image set"):
         read_idx(Path("bomb"))
     # No bytes at all, in a shape that no array can have.
     Path("empty").write_bytes(b"\0\0\x08\x04" + b"\0\0\0\0" + 3 * b"\xff\xff\xff\xff")
@@ -523,7 +523,7 @@ def test_a_name_that_cannot_be_is_found_out_before_the_work(option, name, monkey
 
 def test_the_home_of_nobody(monkeypatch):
     args = ("run", "cleaning", "--set", "dataset=mnist")
-    assert "--data is ~nobody-at-all/x, and nobody's home" in refusal(*args, "--data", "~nobody-at-all/x")
+    assert "--data is ~nobody-at-all/x, but there is no such user" in refusal(*args, "--data", "~nobody-at-all/x")
     monkeypatch.setenv("NHGD_DATA", "~nobody-at-all")
     assert "NHGD_DATA is ~nobody-at-all" in refusal(*args)
     monkeypatch.delenv("NHGD_DATA")

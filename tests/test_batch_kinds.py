@@ -163,7 +163,7 @@ def test_what_cannot_be_taken_apart_is_refused_where_it_must_be() -> None:
         nhgd.hypergradient(problem, None, torch.zeros(3), inner_data=batches)
     outer = [Graphs(normal(n, 1), normal(n), torch.arange(n)) for n in (3, 2)]
     solver = nhgd.Solver(regression(), ragged("dict"), outer, method="vrbo", inner_steps=2, inner_lr=0.01)
-    with pytest.raises(nhgd.InputError, match="unclear how many samples each batch of outer_data has"):
+    with pytest.raises(nhgd.InputError, match="number of samples in each batch of outer_data is unclear"):
         solver.run(steps=1)
 
 

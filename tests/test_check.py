@@ -270,7 +270,7 @@ def test_a_batch_without_the_index_is_told_what_is_missing(unpacking):
     problem = nhgd.Bilevel(
         inner, lambda theta, v, b: (theta - 1).square().sum(), torch.zeros(2).double(), torch.zeros(6).double(), l2=0.1
     )
-    match = r"inner\(\) failed on a batch of 2 entries.*nhgd.Data adds, give \(x, y, torch.arange\(len\(x\)\)\)"
+    match = r"inner\(\) failed on a batch of 2 entries.*nhgd.Data appends, pass \(x, y, torch.arange\(len\(x\)\)\)"
     for call in (
         lambda: nhgd.check(problem, (x, y), (x, y)),
         lambda: nhgd.hypergradient(problem, (x, y), (x, y)),

@@ -229,7 +229,7 @@ def test_nan_and_inf_become_null():
         (("run", "cleaning", "--set", "noise_kind=filp"), ["Did you mean 'flip'?"]),
         (("run", "cleaning", "--set", "train=5000"), ["there are only 1797 samples"]),
         (("run", "cleaning", "--set", "dataset=digits", "--data", "."), ["--data would be ignored"]),
-        (("run", "cleaning", "--preset", "paper"), ["MNIST was asked for, but no folder was named."]),
+        (("run", "cleaning", "--preset", "paper"), ["MNIST was requested, but no folder was given."]),
         (("demo", "--seed", "-3"), ["--seed must be a whole number"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -248,7 +248,7 @@ def test_no_cuda(monkeypatch):
 
 def test_an_output_folder_that_cannot_be_is_found_out_before_the_run(monkeypatch):
     def never(*_, **__):
-        raise AssertionError("the run began")
+        raise AssertionError("of the saved run")
 
     monkeypatch.setattr(nhgd.Solver, "run", never)
     Path("file").write_text("mine")

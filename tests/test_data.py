@@ -172,7 +172,7 @@ def test_a_loader_is_taken() -> None:
 @pytest.mark.parametrize("source", [[], (), DataLoader(TensorDataset(torch.zeros(0, 2)))])
 def test_an_empty_source_says_so(source: Any) -> None:
     stream = Stream(source, "outer_data", CPU)
-    with pytest.raises(nhgd.InputError, match=r"outer_data yields no batch. Give it at least one"):
+    with pytest.raises(nhgd.InputError, match=r"outer_data yields no batch. Provide at least one"):
         stream.next()
 
 
@@ -236,10 +236,10 @@ def test_the_first_bad_number_is_found() -> None:
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("cuda", "Data: there is no CUDA device that PyTorch can use here. Use device='cpu'."),
-        (torch.device("cuda", 3), "Data: there is no CUDA device that PyTorch can use here. Use device='cpu'."),
+        ("cuda", "Data: PyTorch cannot use a CUDA device here. Use device='cpu'."),
+        (torch.device("cuda", 3), "Data: PyTorch cannot use a CUDA device here. Use device='cpu'."),
         ("cudo", "There is no device for Data called 'cudo'. Did you mean 'cuda'?"),
-        ("meta", "Data: on the meta device there are no numbers."),
+        ("meta", "Data: the meta device holds no numbers."),
     ],
     ids=str,
 )

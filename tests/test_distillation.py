@@ -186,7 +186,7 @@ class TestData:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"dataset": "fashion-mnist"}, "fashion-mnist was asked for, but no folder was named"),
+            ({"dataset": "fashion-mnist"}, "fashion-mnist was requested, but no folder was given"),
             ({"dataset": "digit"}, "Did you mean 'digits'"),
             ({"model": "mpl"}, "Did you mean 'mlp'"),
             ({"per_class": 0}, "per_class must be a whole number"),

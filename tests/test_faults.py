@@ -43,7 +43,7 @@ def test_a_killed_curvature_rank_ends_the_run_and_a_restart_goes_on_from_the_che
     said = err.decode()
     assert "Rank 1 (curvature) ended with signal SIGKILL." in said
     assert "The last good checkpoint is" in said
-    assert "Starting again, 1 of 1." in said
+    assert "Restarting, 1 of 1." in said
     assert "Resuming from" in said
     assert not trial.left()
     unharmed = start(command(QUADRATIC, tmp_path / "unharmed", 100))
@@ -55,7 +55,7 @@ def test_a_killed_curvature_rank_ends_the_run_and_a_restart_goes_on_from_the_che
 def test_a_paused_inner_rank_is_noticed_in_time_and_nobody_is_left(tmp_path):
     row = harmed("pause", rank=1, world=3, moment=Moment("running", 0.5), timeout=TIMEOUT, task=QUADRATIC)
     assert good(row), row
-    assert "Rank 1 (inner) gave no sign of life for 3 s: it is paused." in row["sentence"]
+    assert "Rank 1 (inner) did not respond for 3 s: it is paused." in row["sentence"]
     assert "The last good checkpoint is" in row["sentence"]
 
 

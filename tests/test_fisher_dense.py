@@ -500,5 +500,5 @@ def test_bad_settings_are_refused_with_the_remedy(options: Any, sentence: str) -
 def test_a_record_of_another_kind_is_refused() -> None:
     problem, inner_batch, _ = catalogue.ridge_scalar()
     record = Recorder(problem, "layer").step(inner_batch).record
-    with pytest.raises(InputError, match="handed a LayerStatistics"):
+    with pytest.raises(InputError, match="received a LayerStatistics"):
         FisherDense().observe(FisherDense().init(problem.theta), record)

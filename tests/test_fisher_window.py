@@ -538,5 +538,5 @@ def test_many_rows_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_record_of_another_kind_is_refused() -> None:
-    with pytest.raises(InputError, match="handed a PerSampleGradients"):
+    with pytest.raises(InputError, match="received a PerSampleGradients"):
         taught(FisherWindow(), [normal(2, D)])

@@ -314,7 +314,7 @@ def test_what_the_call_refuses() -> None:
     problem, batch, outer_batch = plain_tensor()
     with pytest.raises(nhgd.InputError, match=r"There is no estimator called 'unroled'.*Did you mean 'unrolled'"):
         nhgd.hypergradient(problem, batch, outer_batch, estimator="unroled")
-    with pytest.raises(nhgd.InputError, match="The estimator is given by a name or as an object; got a int"):
+    with pytest.raises(nhgd.InputError, match="The estimator must be a name or an object, got a int"):
         nhgd.hypergradient(problem, batch, outer_batch, estimator=3)  # type: ignore[arg-type]
     with pytest.raises(nhgd.InputError, match=r"unrolled applies no inverse, so inverse='exact' would be ignored"):
         nhgd.hypergradient(problem, batch, outer_batch, "exact", estimator="unrolled")
@@ -323,7 +323,7 @@ def test_what_the_call_refuses() -> None:
     with pytest.raises(nhgd.InputError, match="inner_data is a one-shot iterator"):
         nhgd.hypergradient(problem, batch, outer_batch, inner_data=iter([batch]))
     bad = (batch[0] * float("nan"), *batch[1:])
-    with pytest.raises(nhgd.InputError, match=r"The inner batch holds nan or inf: tensor \[0\], row 0"):
+    with pytest.raises(nhgd.InputError, match=r"The inner batch contains nan or inf: tensor \[0\], row 0"):
         nhgd.hypergradient(problem, bad, outer_batch)
 
 

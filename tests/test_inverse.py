@@ -198,7 +198,7 @@ def test_an_unknown_name() -> None:
     with pytest.raises(nhgd.InputError, match=r"There is no inverse called 'cgg'. Did you mean 'cg'"):
         nhgd.inverse.resolve("cgg")
     with pytest.raises(
-        nhgd.InputError, match=r"An inverse is a name or an object such as nhgd.inverse.CG\(\); got a int"
+        nhgd.InputError, match=r"An inverse must be a name or an object such as nhgd.inverse.CG\(\), got a int"
     ):
         nhgd.inverse.resolve(3)  # type: ignore[arg-type]
 

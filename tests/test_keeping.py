@@ -183,7 +183,7 @@ def test_an_earlier_run_stays_until_the_new_one_writes_its_first(tmp_path):
     new = kind.solver(checkpoint=tmp_path / "a", overwrite=True, checkpoint_every=2, seed=1)
     new.step()
     assert SavedCheckpoint(tmp_path / "a").step == 4
-    assert new.checkpoint.last().endswith("/a still holds the earlier run, which was to be overwritten.")
+    assert new.checkpoint.last().endswith("/a still contains the earlier run, which was to be overwritten.")
     new.step()
     assert SavedCheckpoint(tmp_path / "a").step == 2
     assert names(tmp_path / "a") == ["checkpoint-000005", "lock"]
@@ -301,7 +301,7 @@ def test_refusals_and_overwrite_on_the_command_line(tmp_path, monkeypatch):
     Path("out").mkdir()
     (Path("out") / "result.json").mkdir()
     os.mkfifo("out/history.jsonl")
-    assert "has a folder result.json, where a file is to be written" in refusal(*RUN, "--out", "out")
+    assert "has a folder result.json, where a file must be written" in refusal(*RUN, "--out", "out")
     (Path("out") / "result.json").rmdir()
     assert "has a device or a pipe history.jsonl, where" in refusal(*RUN, "--out", "out")
     monkeypatch.undo()
@@ -390,7 +390,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(damage, a_run, tmp_pa
     shutil.copytree(source, path)
     damage(path / "checkpoint-000004")
     with pytest.warns(
-        UserWarning, match=r"checkpoint-000004.*goes on from the checkpoint before, .*000003, outer step 3\."
+        UserWarning, match=r"checkpoint-000004.*continues from the previous checkpoint, .*000003, outer step 3\."
     ):
         continued = kind.resumed(path)
     assert continued.loop.clock.k == 3
@@ -400,7 +400,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(damage, a_run, tmp_pa
     for place in ("checkpoint-000006", "checkpoint-000007"):
         damage(path / place)
     with pytest.raises(
-        nhgd.InputError, match=r"checkpoint-000007.*Restore the folder from a copy, or begin the run anew\."
+        nhgd.InputError, match=r"checkpoint-000007.*Restore the folder from a copy, or start the run again\."
     ):
         kind.resumed(path)
 
@@ -409,7 +409,7 @@ def test_a_version_of_the_future_is_not_walked_past(tmp_path):
     kind = kept(tmp_path / "a")
     file = newest(tmp_path / "a")[1] / "run.json"
     file.write_text(file.read_text().replace('"version": 3', '"version": 4'))
-    with pytest.raises(nhgd.InputError, match="has version 4 of the checkpoint's format"):
+    with pytest.raises(nhgd.InputError, match="has checkpoint format 4"):
         kind.resumed(tmp_path / "a")
 
 
@@ -842,7 +842,7 @@ def test_a_second_signal_ends_a_command_at_once(tmp_path):
     first = process.stderr.readline()
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
-    assert first == "SIGTERM: ending after this outer step; once more ends it at once.\n"
+    assert first == "SIGTERM: ending after this outer step; send it again to stop at once.\n"
     assert process.returncode == 143
     assert strict_json(out) == {"error": "Stopped by SIGTERM. Nothing was written."}
     assert "Traceback" not in err

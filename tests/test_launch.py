@@ -86,7 +86,7 @@ def test_a_killed_process_is_named_with_its_signal_and_the_last_checkpoint(launc
 
 
 def test_a_paused_process_is_named_and_killed(launched):
-    with pytest.raises(RunError, match=r"^Rank 1 \(curvature\) gave no sign of life for 1 s: it is paused\.$"):
+    with pytest.raises(RunError, match=r"^Rank 1 \(curvature\) did not respond for 1 s: it is paused\.$"):
         launched("pause() if rank == 1 else time.sleep(600)")
 
 

@@ -419,5 +419,5 @@ def test_refusals(bad, message):
 def test_more_batches_than_anyone_means_are_refused_before_they_are_drawn():
     problem, inner, outer = catalogue.mlp_module()
     solver = nhgd.Solver(problem, [inner], [outer], method=NHGD(KFAC(), cross="final", batches=2**31), inner_steps=1)
-    with pytest.raises(nhgd.InputError, match="would hold more than 1,000,000 inner batches at once"):
+    with pytest.raises(nhgd.InputError, match="would keep more than 1,000,000 inner batches at once"):
         solver.step()

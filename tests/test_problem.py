@@ -369,7 +369,7 @@ def test_inference_mode_is_named_as_the_cause() -> None:
             with pytest.raises(nhgd.InputError, match=r"torch.inference_mode is on.*Leave that block"):
                 call()
         born = torch.zeros(2)
-    with pytest.raises(nhgd.InputError, match=r"theta was made inside torch.inference_mode.*clone\(\) it outside"):
+    with pytest.raises(nhgd.InputError, match=r"theta was created inside torch.inference_mode.*clone\(\) it outside"):
         nhgd.Bilevel(lambda theta, v, x: (theta - v) * x, lambda theta, v, x: theta.sum(), born, torch.zeros(2))
 
 
@@ -397,7 +397,7 @@ def entries(*names: str) -> dict[str, Tensor]:
     return {name: torch.zeros((), dtype=torch.float64) for name in names}
 
 
-UNUSED = "v's 'c' enters neither the inner nor the outer problem, and will stay as given"
+UNUSED = "v's 'c' enters neither the inner nor the outer problem, and will not change"
 
 
 def test_an_unused_entry_of_v_is_said_once_and_stays() -> None:

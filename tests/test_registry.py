@@ -77,8 +77,8 @@ def test_a_guest_does_not_take_a_name_of_the_house_and_it_is_said(installed: lis
         assert dict(names) == {"guest": Guest, "cg": CG, "identity": Identity}
     sentences = [str(item.message) for item in said]
     assert len(sentences) == 2
-    assert "The inverse 'cg' of the package guests 1.0 has the name of one of nhgd itself" in sentences[0]
-    assert "The inverse 'guest' of the package guests 1.0 has the name of one of another package" in sentences[1]
+    assert "The inverse 'cg' of the package guests 1.0 has the same name as one of nhgd itself" in sentences[0]
+    assert "The inverse 'guest' of the package guests 1.0 has the same name as one of another package" in sentences[1]
 
 
 class Unfinished(Iterative):
@@ -162,7 +162,7 @@ def test_an_unknown_name_gets_a_hint(installed: list[Entry], name: str, hint: st
 
 
 def test_a_name_is_a_string(installed: list[Entry]) -> None:
-    with pytest.raises(nhgd.InputError, match="given by a name or as an object; got a NoneType"):
+    with pytest.raises(nhgd.InputError, match="must be a name or an object, got a NoneType"):
         made()[None]  # type: ignore[index]
 
 

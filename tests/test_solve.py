@@ -126,7 +126,9 @@ def test_nan_in_a_later_batch_is_named():
     spoilt[3, 1] = float("nan")
     data = [(a, b, c), (a, b, c), (spoilt, b, c)]
     running = nhgd.Solver(instance.problem, data, instance.outer_data, method="aid-identity", inner_steps=1)
-    with pytest.raises(nhgd.InputError, match=r"Outer step \d: an inner batch holds nan or inf: tensor \[0\], row 3"):
+    with pytest.raises(
+        nhgd.InputError, match=r"Outer step \d: an inner batch contains nan or inf: tensor \[0\], row 3"
+    ):
         running.run(steps=5)
 
 
@@ -392,7 +394,7 @@ def test_bad_outer_batches_are_named():
     running = nhgd.Solver(
         instance.problem, instance.inner_data, [(x, y), (spoilt, y)], method="aid", **instance.solver_settings()
     )
-    with pytest.raises(nhgd.InputError, match=r"Outer step 2: an outer batch holds nan or inf: tensor \[0\], row 2"):
+    with pytest.raises(nhgd.InputError, match=r"Outer step 2: an outer batch contains nan or inf: tensor \[0\], row 2"):
         running.run(steps=3)
 
 

@@ -87,7 +87,7 @@ def test_a_rule_of_a_users_own_ends_a_run_and_counts_what_was_done_before_a_resu
     kept = made(method="aid", checkpoint=tmp_path / "a").run(stop=[Below(level)])
     assert (kept.result, kept.stats["steps"]) == ("below", first)
     resumed = made(resume=True, checkpoint=tmp_path / "a")
-    with pytest.raises(nhgd.InputError, match="cannot keep the stop rule below of the interrupted run"):
+    with pytest.raises(nhgd.InputError, match="cannot store the stop rule below of the interrupted run"):
         resumed.run()
     assert resumed.run(stop=[Below(level)]).stats["steps"] == first
 

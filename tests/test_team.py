@@ -510,7 +510,7 @@ def test_workers_that_differ_are_told(size: int) -> None:
     for rank in answers(size):
         found = rank["behaviour"]
         assert found["drift"].startswith(
-            f"RunError: The workers have drifted apart: v of rank {size - 1} differs from that of rank 0."
+            f"RunError: The workers have diverged: v of rank {size - 1} differs from that of rank 0."
         )
         assert "the first inner batch of rank 1" in found["other data"]
         assert found["itd"].startswith("InputError: ITD differentiates")

@@ -99,7 +99,7 @@ def test_what_is_broken_is_named_with_its_package_and_left_out(told: dict[str, A
         ("leaving", "could not be loaded (SystemExit: 0)"),
         ("absent", "could not be loaded (AttributeError: module 'nhgd_third_party' has no attribute 'NoSuchName')"),
         ("wrong", "is not a subclass of AbstractInverse"),
-        ("cg", "has the name of one of nhgd itself, which is the one that is taken"),
+        ("cg", "has the same name as one of nhgd itself, which is used instead"),
     ):
         sentence = f"Warning: The inverse '{name}' of the package nhgd-third-party 1.0 {why}."
         assert sum(line.startswith(sentence) for line in said) == 1, said
