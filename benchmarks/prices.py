@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks.environment import environment
-from nhgd._prices import prices_of
 from nhgd._memory import synchronise
+from nhgd._prices import prices_of
 
 
 def least(action: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
