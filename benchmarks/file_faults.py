@@ -256,7 +256,7 @@ def drawing(place: Path) -> Callable[[], Any]:
     def work() -> None:
         with folder(place / "o") as made:
             assert made is not None
-            made.draw(lambda beside: [write_png(beside / "images.png", torch.eye(8))])
+            made.write_all("The pictures", lambda beside: [write_png(beside / "images.png", torch.eye(8))])
 
     return work
 

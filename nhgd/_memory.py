@@ -70,7 +70,7 @@ def out_of_memory(error: BaseException) -> str | None:
     """A sentence for an error about exhausted memory, of a GPU or of the machine; None for other errors.
 
     >>> out_of_memory(MemoryError())
-    'Out of memory. Choose smaller sizes or batches, or a larger machine.'
+    'Out of memory. Use smaller sizes or batches, or a larger machine.'
     """
     said = str(error)
     of_its_kind = isinstance(error, (torch.OutOfMemoryError, MemoryError))

@@ -29,7 +29,7 @@ def check_name(what: str, path: str | os.PathLike[str]) -> None:
     if not text:
         raise InputError(f"{what} is empty. Give a path.")
     if "\0" in text:
-        raise InputError(f"{what} contains a zero byte, which no path can. Give another path.")
+        raise InputError(f"{what} contains a zero byte, which no file or folder name can. Give another path.")
     place = Path(text).absolute()
     while not os.path.lexists(place):
         place = place.parent
@@ -79,7 +79,7 @@ def _limit(place: Path, of: str, usual: int) -> int:
 def expanded(what: str, text: str) -> Path:
     """A path with ~ replaced by the home folder that it means."""
     if "\0" in text:
-        raise InputError(f"{what} contains a zero byte, which no path can. Give another path.")
+        raise InputError(f"{what} contains a zero byte, which no file or folder name can. Give another path.")
     try:
         return Path(text).expanduser()
     except RuntimeError as error:

@@ -64,6 +64,7 @@ class Solver:
             possible; "graph": so too, with a warning if not; False: never. stats["compile"] says which, and why.
             The problem's functions must then depend on their arguments only.
 
+    >>> import torch
     >>> problem = Bilevel(
     ...     inner=lambda theta, v, x: (theta - v).square().expand(len(x)),
     ...     outer=lambda theta, v, x: (theta - 3).square(),

@@ -341,7 +341,7 @@ def test_the_command_shows_a_table():
     [
         (("--along", 0), "--along must be a whole number"),
         (("--along", 5, "--steps", 4), "--steps 4 are fewer outer steps than the 5"),
-        (("--along", 500), "has no 500 points"),
+        (("--along", 500), "does not have 500 points"),
         (("--method", "soba"), "Add it, or omit them"),
         (("--steps", 4), "Add it, or omit them"),
         (("--along", 2, "--set", "cg.stepz=3"), "Did you mean 'cg.steps'?"),

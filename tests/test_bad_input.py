@@ -168,7 +168,7 @@ def test_an_output_that_cannot_or_must_not_be_is_found_out_before_the_work(monke
     assert "is a device or a pipe" in refusal(*clean(good, GOOD, out="pipe"))
     for out in ("train.csv", "folder/../train.csv", "link.csv"):
         assert "would overwrite the input train.csv" in refusal(*clean(good, GOOD, out=out))
-    assert "would overwrite trusted.csv" in refusal(*clean(good, GOOD, out="trusted.csv"))
+    assert "would overwrite the input trusted.csv" in refusal(*clean(good, GOOD, out="trusted.csv"))
     assert "train.csv is a file" in refusal(*clean(good, GOOD, out="train.csv/w.csv"))
     assert Path("train.csv").read_text() == good
     if Path("/proc/self").exists():  # where even root cannot write

@@ -584,7 +584,7 @@ def test_a_class_is_never_looked_up_by_its_name(tmp_path, monkeypatch):
         contents["state"]["class"] = "subprocess.Popen"
 
     rewritten(tmp_path / "a", strange)
-    with pytest.raises(nhgd.InputError, match=r"holds a subprocess\.Popen, which this run cannot use"):
+    with pytest.raises(nhgd.InputError, match=r"contains a subprocess\.Popen, which this run cannot use"):
         kind.resumed(tmp_path / "a")
 
     def other_fields(contents: dict[str, Any]) -> None:
@@ -686,7 +686,7 @@ def test_errors_name_the_last_good_checkpoint(tmp_path):
     def solver(**settings: Any) -> nhgd.Solver:
         return nhgd.Solver(problem, data, outer, method="aid-identity", inner_steps=1, **settings)
 
-    with pytest.raises(nhgd.InputError, match=r"holds nan or inf.*The last good checkpoint is .*/a, outer step 2\.$"):
+    with pytest.raises(nhgd.InputError, match=r"contains nan or inf.*The last good checkpoint is .*/a, outer step 2\.$"):
         solver(checkpoint=tmp_path / "a", checkpoint_every=2).run(steps=9)
     problem, inner, outer = quadratic().make()
     wild = nhgd.Solver(problem, inner, outer, "aid", 60, lambda k: 0.1 if k < 3 else 1e6, checkpoint=tmp_path / "b")

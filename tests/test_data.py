@@ -131,7 +131,7 @@ def test_numpy_arrays_are_taken() -> None:
         ((torch.zeros(0, 3),), {}, "length 0"),
         ((torch.zeros(3),), {"batch": 0}, "batch must be a whole number of at least 1, got 0"),
         ((torch.zeros(3),), {"batch": 1.5}, "batch must be a whole number"),
-        ((torch.tensor([[0.0, 1], [2, float("nan")]]),), {}, r"Data: tensor \[0\], row 1 holds nan or inf"),
+        ((torch.tensor([[0.0, 1], [2, float("nan")]]),), {}, r"Data: tensor \[0\], row 1 contains nan or inf"),
         ((torch.zeros(2), torch.tensor([0.0, float("inf")])), {}, r"tensor \[1\], row 1"),
     ],
 )

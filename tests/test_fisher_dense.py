@@ -398,7 +398,7 @@ def test_nothing_non_finite_gets_through() -> None:
     for form in FORMS:
         inverse = FisherDense(form=form, guard="restart")
         state = inverse.init(oracle(4).problem.theta)
-        with pytest.raises(NonFiniteError, match="observation 1 holds nan or inf"):
+        with pytest.raises(NonFiniteError, match="observation 1 contains nan or inf"):
             inverse.observe(state, per_sample(bad))
         with pytest.raises(NonFiniteError, match="solution"):
             inverse.apply(state, torch.full((4,), torch.nan), oracle(4, 0.1))

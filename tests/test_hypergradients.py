@@ -336,5 +336,5 @@ def test_a_hypergradient_that_is_no_number_is_refused_by_a_sentence():
         v=torch.tensor(1.0),
     )
     batch = torch.zeros(4)
-    with pytest.raises(nhgd.errors.NonFiniteError, match=r"hypergradient by exact holds nan or inf\. Train"):
+    with pytest.raises(nhgd.errors.NonFiniteError, match=r"hypergradient by exact contains nan or inf\. Train"):
         nhgd.hypergradient(problem, batch, batch, inverse="exact")

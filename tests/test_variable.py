@@ -159,8 +159,8 @@ SHARED = torch.zeros(2)
         (torch.arange(3), "theta has dtype torch.int64; only floating-point"),
         (torch.zeros(2, requires_grad=True) * 2, r"result of a computation.*Pass theta.detach\(\)"),
         ({"w": torch.zeros(2, requires_grad=True) * 2}, r"Pass theta\['w'\].detach\(\)"),
-        (torch.tensor([1.0, float("nan")]), "theta holds nan or inf before the first step"),
-        ({"w": torch.tensor([float("inf")])}, r"theta\['w'\] holds nan or inf"),
+        (torch.tensor([1.0, float("nan")]), "theta contains nan or inf before the first step"),
+        ({"w": torch.tensor([float("inf")])}, r"theta\['w'\] contains nan or inf"),
         ({"a": SHARED, "b": SHARED}, r"theta\['a'\] and theta\['b'\] are the same tensor"),
     ],
 )
