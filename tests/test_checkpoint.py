@@ -686,7 +686,9 @@ def test_errors_name_the_last_good_checkpoint(tmp_path):
     def solver(**settings: Any) -> nhgd.Solver:
         return nhgd.Solver(problem, data, outer, method="aid-identity", inner_steps=1, **settings)
 
-    with pytest.raises(nhgd.InputError, match=r"contains nan or inf.*The last good checkpoint is .*/a, outer step 2\.$"):
+    with pytest.raises(
+        nhgd.InputError, match=r"contains nan or inf.*The last good checkpoint is .*/a, outer step 2\.$"
+    ):
         solver(checkpoint=tmp_path / "a", checkpoint_every=2).run(steps=9)
     problem, inner, outer = quadratic().make()
     wild = nhgd.Solver(problem, inner, outer, "aid", 60, lambda k: 0.1 if k < 3 else 1e6, checkpoint=tmp_path / "b")
