@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nhgd import schedule as schedule
     from nhgd import stop as stop
     from nhgd import task as task
+    from nhgd import theory as theory
     from nhgd._along import AlongReport as AlongReport
     from nhgd._along import check_along as check_along
     from nhgd._check import Report as Report
@@ -76,6 +77,7 @@ __all__ = [
     "solved",
     "stop",
     "task",
+    "theory",
 ]
 
 # Where the names are that are not modules themselves.
