@@ -1,6 +1,6 @@
 """Every way to apply the inverse of the inner Hessian, one file each.
 
-A new one is a file here, its import below, and one line in tests/catalogue.py.
+A new one is a file here, its import below, and one case in tests/catalogue/inverses.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 
 from nhgd._registry import Registry
 from nhgd.errors import InputError
+from nhgd.inverse._learned.state import State
 from nhgd.inverse.base import AbstractInverse, Iterative, Learned, SolveStats
 from nhgd.inverse.broyden import Broyden
 from nhgd.inverse.cg import CG
@@ -90,6 +91,7 @@ __all__ = [
     "QuadraticSGD",
     "Refined",
     "SolveStats",
+    "State",
     "refined",
     "resolve",
 ]
