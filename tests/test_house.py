@@ -28,7 +28,7 @@ from tests import catalogue
 ORDER = """
     errors
     _validation _path _tape
-    _kernels _registry _duration ridge theory stop schedule _memory _progress _interruption _randomness _stagnation _autocast
+    _kernels _registry _duration ridge stop schedule _memory _progress _interruption _randomness _stagnation _autocast
     _tree
     plot
     data likelihood
@@ -57,7 +57,7 @@ ORDER = """
     _solver
     _reference
     _diagnosis
-    _check _plan task
+    _check _plan task theory
     _along
     reproduce
     sklearn

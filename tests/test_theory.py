@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import nhgd
 from nhgd import theory
+from tests.commands import answer, refusal
 
 C = theory.Constants(
     mu=0.5, L=1.5, R=0.75, C_1=0.4, d_2=7, d_1=3, D_1=0.9, L_f_v=0.2, L_f_theta=1.1, Lbar_f_v=0.3, Lbar_f_theta=0.4,
@@ -222,3 +223,106 @@ def test_what_is_missing_is_named():
         theory.gamma(C, 0, 0.1)
     with pytest.raises(nhgd.InputError, match="counts outer steps"):
         theory.T_1(C, 0.1, K=0)
+
+
+def quadratic(l2: float = 0.5):
+    instance = nhgd.task.Quadratic.preset("quick").with_settings({"l2": l2}).build(0, torch.device("cpu"))
+    instance.solve_inner()
+    return instance
+
+
+def test_the_constants_of_a_quadratic_are_those_of_its_matrices():
+    """Hessians are the same everywhere, so that nothing depends on the points; all samples are looked at."""
+    instance = quadratic()
+    a, b, c = instance.full_inner
+    n, answers = len(a), instance.answers
+    theta, v = instance.problem.theta.flat(), instance.problem.v.flat()
+    found = theory.estimated(instance.problem, instance.full_inner, instance.full_outer, R=3.0, samples=n, points=1)
+    rows = torch.cat([a, -c], 1)  # l_i = (a.theta - b - c.v)^2 / 2
+    ridge = torch.diag(torch.cat([torch.ones(6), torch.zeros(3)])).double()  # 2 l2 = 1
+    joint = max(float(torch.linalg.eigvalsh(torch.outer(row, row) + ridge)[-1]) for row in rows)
+    scores = (a @ theta - b - c @ v)[:, None] * a
+    outer = answers.B.T @ answers.B / len(answers.B)
+    expected = {
+        "mu": 1.0,
+        "L": joint,
+        "R": 3.0,
+        "C_1": float((scores - scores.mean(0)).norm(dim=1).max()),
+        "D_1": float((answers.B.T @ (answers.B @ theta - answers.target) / len(answers.B)).norm()),
+        "L_f_theta": float(torch.linalg.eigvalsh(outer)[-1]),
+        "Lbar_f_v": 0.1,
+        "d_1": 3,
+        "d_2": 6,
+    } | dict.fromkeys(("L_f_v", "Lbar_f_theta", "L_cross", "L_hessian", "Lbar_cross", "Lbar_hessian"), 0.0)
+    for name, value in expected.items():
+        assert getattr(found.constants, name) == pytest.approx(value, rel=1e-9, abs=1e-9), name
+    assert found.how["R"] == found.how["d_1"] == "given"
+    assert found.how["mu"] == "estimate"
+
+
+def test_third_derivatives_are_seen_where_they_are():
+    """l = sum cosh(theta) + v theta: the Hessian is cosh(theta), whose slope at 1 is sinh(1)."""
+    theta, v = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    problem = nhgd.Bilevel(
+        lambda theta, v, x: torch.cosh(theta).expand(len(x)) + (v * theta).exp(),
+        lambda theta, v, x: theta.sum() * v.sum(),
+        theta,
+        v,
+    )
+    batch = torch.zeros(3, dtype=torch.float64)
+    c = theory.estimated(problem, batch, batch, points=1).constants
+    assert c.L_hessian == pytest.approx(math.sinh(1), rel=0.02)
+    assert c.L_f_v == pytest.approx(1)
+    # d2/dtheta dv exp(v theta) = (1 + v theta) exp(v theta): its derivative in v is 2 theta at v = 0, in theta 0.
+    assert c.Lbar_cross == pytest.approx(2, rel=0.02)
+    assert pytest.approx(0, abs=1e-12) == c.C_1
+
+
+def test_bounds_of_a_linear_softmax_model_hold_for_it():
+    torch.manual_seed(0)
+    x, y = torch.randn(40, 4, dtype=torch.float64), torch.randint(3, (40,))
+    net, v = torch.nn.Linear(4, 3).double(), torch.full((40,), 0.5, dtype=torch.float64)
+
+    def inner(net, v, batch):
+        z = net(batch[0])
+        return nhgd.Losses(torch.nn.functional.cross_entropy(z, batch[1], reduction="none"), weights=v[batch[2]])
+
+    problem = nhgd.Bilevel(inner, lambda net, v, batch: net(batch[0]).square().mean(), net, v, l2=0.05)
+    batch = (x, y, torch.arange(40))
+    bound = theory.linear_softmax(x, classes=3, l2=0.05, R=2.0).constants
+    seen = theory.estimated(problem, batch, batch, R=2.0, samples=40, points=2).constants
+    assert seen.mu == pytest.approx(bound.mu)
+    assert bound.d_2 == seen.d_2 == 15
+    for name in ("L", "C_1"):
+        assert 0.1 * getattr(bound, name) < getattr(seen, name) <= getattr(bound, name)
+
+
+def test_a_loss_that_is_not_convex_is_refused():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+    problem = nhgd.Bilevel(
+        lambda net, v, x: (net(x)[:, 0] - v).square(), lambda net, v, x: net(x).mean(), net, torch.zeros(1)
+    )
+    x = torch.randn(5, 2)
+    with pytest.raises(nhgd.InputError, match="so it is not strongly convex, as the theory assumes"):
+        theory.estimated(problem, x, x)
+
+
+def test_the_command_prescribes_what_the_functions_do():
+    said = answer("theory", "quadratic", "--preset", "quick", "--set", "l2=0.5", "--epsilon", "0.5")
+    given = {name: row["value"] for name, row in said["constants"].items()}
+    c = theory.Constants(**given)
+    assert given["mu"] == pytest.approx(1.0)
+    assert said["constants"]["mu"]["how"] == "estimate"
+    prescribed = said["prescribed"]
+    assert prescribed["T_0"] == theory.T_0(c, 0.1)
+    assert prescribed["alpha"] == pytest.approx(theory.alpha(c))
+    expected = theory.prescribed(c, 0.5, 0.1, said["gap"])
+    assert (prescribed["K"], prescribed["T"]) == (expected.K, expected.T)
+    assert prescribed["years"] > 1  # worst cases are
+
+
+def test_the_commands_refusals_are_sentences():
+    words = refusal("theory", "quadratic", "--preset", "quick", "--delta", "2")
+    assert words.startswith("delta is a probability of failure")
+    assert "would be ignored" in refusal("theory", "quadratic", "--set", "inner_steps=3")

@@ -53,6 +53,10 @@ COMMANDS = {
         "bench",
         "Time an outer step of a method under several executions, and compare what they find with the inline run.",
     ),
+    "theory": Command(
+        "theory",
+        "Constants of a task, the step sizes and loop lengths of the theorems, and their cost. --set takes task settings.",
+    ),
     "clean": Command(
         "clean",
         "Find mislabelled rows. --out has every row in its order, with weight, suspect, suggested_label and wrong_score added.",

@@ -8,6 +8,9 @@ things scale: with T, with K, with delta.
 """
 
 from nhgd.theory.constants import Constants as Constants
+from nhgd.theory.estimate import Estimate as Estimate
+from nhgd.theory.estimate import estimated as estimated
+from nhgd.theory.estimate import linear_softmax as linear_softmax
 from nhgd.theory.inner import T_0 as T_0
 from nhgd.theory.inner import c_prime as c_prime
 from nhgd.theory.inner import cross_error as cross_error
