@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 MOST = 100  # names that one sentence lists
+MOST_PROBLEMS = 20  # that one message lists
 
 
 class NhgdError(Exception):
@@ -39,9 +41,11 @@ class InputError(NhgdError, ValueError):
 
     Attributes:
         unknown: the kind of object whose name is unknown, such as "inverse".
+        problems: a sentence for each thing that is wrong, where all of an input was examined before it was refused.
     """
 
     unknown: str | None = None
+    problems: tuple[str, ...] = ()
 
 
 class RunError(NhgdError, RuntimeError):
@@ -72,6 +76,57 @@ class PeerError(RunError):
 
 class InverseWarning(UserWarning):
     """A linear solve did not do what its name promises, for example on negative curvature."""
+
+
+class Problems:
+    """Sentences about one input, gathered so that a single error names all that is wrong with it.
+
+    >>> problems = Problems()
+    >>> with problems.gathered():
+    ...     raise InputError("Row 3 has no label.")
+    >>> problems.add("Row 7 is too short.")
+    >>> problems.refuse()
+    Traceback (most recent call last):
+    nhgd.errors.InputError: There are 2 problems.
+      Row 3 has no label.
+      Row 7 is too short.
+    """
+
+    def __init__(self) -> None:
+        self.sentences: list[str] = []
+
+    def add(self, sentence: str) -> None:
+        """Note one."""
+        self.sentences.append(sentence)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Note what a block refuses, and go on after it."""
+        try:
+            yield
+        except InputError as error:
+            self.sentences += error.problems or [str(error)]
+
+    def refuse(self) -> None:
+        """Raise one error if there are any."""
+        if not self.sentences:
+            return
+        error = InputError("\n  ".join(listed(self.sentences)))
+        error.problems = tuple(self.sentences)
+        raise error
+
+
+def listed(problems: Sequence[str]) -> list[str]:
+    """The lines of a message about problems: the sentence alone if there is one, else their number and the first ones.
+
+    >>> listed(["a", "b"])
+    ['There are 2 problems.', 'a', 'b']
+    """
+    if len(problems) == 1:
+        return list(problems)
+    more = len(problems) - MOST_PROBLEMS
+    rest = [f"... and {more} more."] if more > 0 else []
+    return [f"There are {len(problems)} problems.", *problems[:MOST_PROBLEMS], *rest]
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:

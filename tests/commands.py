@@ -8,6 +8,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from nhgd.cli._program import app
+from nhgd.errors import listed
 
 
 def invoke(*args):
@@ -33,14 +34,22 @@ def answer(*args):
 
 def refusal(*args, code=2):
     """The sentence of a command that must fail, on both streams, with nothing written."""
+    (sentence,) = refusals(*args, code=code)
+    return sentence
+
+
+def refusals(*args, code=2):
+    """The same of a command that may name several problems: all of them."""
     before = sorted(Path.cwd().parent.rglob("*"))
     result = invoke(*args, "--json")
     assert result.exit_code == code, result.stdout + result.stderr
-    sentence = strict_json(result.stdout)["error"]
-    assert result.stderr.strip() == f"Error: {sentence}"
-    assert "\n" not in sentence
+    said = strict_json(result.stdout)
+    sentences = said.get("problems", [said["error"]])
+    assert "problems" not in said or said["error"] == listed(sentences)[0]
+    assert result.stderr == "Error: " + "\n  ".join(listed(sentences)) + "\n"
+    assert all("\n" not in sentence for sentence in sentences)
     assert "Traceback" not in result.stderr
     assert sorted(Path.cwd().parent.rglob("*")) == before
     plain = invoke(*args)
     assert (plain.exit_code, plain.stdout, plain.stderr) == (code, "", result.stderr)
-    return sentence
+    return sentences

@@ -18,12 +18,13 @@ import torch
 
 import nhgd
 from nhgd._memory import out_of_memory
+from nhgd.data.features import Features, UnseenCategoryWarning
 from nhgd.data.idx import read_idx, read_images
-from nhgd.data.table import Features, Table, UnseenCategoryWarning, read_table
+from nhgd.data.table import Table, read_table
 from nhgd.errors import unknown
 from nhgd.task._labels import with_every_class
 from tests import idx_files
-from tests.commands import answer, invoke, refusal, strict_json
+from tests.commands import answer, invoke, refusal, refusals, strict_json
 
 HEADER = ["size", "weighed", "colour", "y"]
 
@@ -92,18 +93,22 @@ GOOD = text(TRUSTED)
         (text(TRAIN).encode("utf-16"), ["not text in UTF-8"]),
         (text(TRAIN).encode("utf-16-le"), ["line 1", "zero byte"]),
         (gzip.compress(text(TRAIN).encode()), ["not text in UTF-8"]),
-        (text(TRAIN, between=";"), ["semicolons between its columns", "Save it with commas"]),
-        (text(TRAIN, between="\t"), ["tabs between its columns"]),
+        (text(TRAIN, between=";"), ["semicolons between its columns", "Pass --sep ';'"]),
+        (text(TRAIN, between="\t"), ["tabs between its columns", "Pass --sep tab"]),
         (text(TRAIN).replace("red", '"red', 1), ["is not CSV", "quotation marks"]),
         (text(TRAIN).replace("blue", '"bl"ue', 1), ["is not CSV", "quotation marks"]),
         (text(changed(TRAIN, 4, "size", "")), ["row 4: nothing in the column 'size'", "--impute"]),
         (text(changed(TRAIN, 4, "size", "NaN")), ["row 4: 'NaN', which reads as missing, in the column 'size'"]),
         (text(changed(TRAIN, 4, "colour", " ")), ["row 4: nothing in the column 'colour'"]),
-        (text([["", *row[1:]] for row in TRAIN]), ["row 1 (and 59 more): nothing in the column 'size'"]),
+        (text([["", *row[1:]] for row in TRAIN]), ["the column 'size' is empty", "--ignore"]),
+        (
+            text([["", *row[1:]] for row in TRAIN[:59]] + TRAIN[59:]),
+            ["rows 1, 2, 3 and 56 more: nothing in the column 'size'"],
+        ),
         (text(changed(TRAIN, 4, "y", "")), ["row 4: nothing in the label column 'y'", "Give the row a label"]),
         (text(changed(TRAIN, 4, "y", "none")), ["row 4: 'none', which reads as missing, in the label column"]),
         (text(changed(TRAIN, 4, "size", "inf")), ["row 4: 'inf' in the column 'size'", "Correct it"]),
-        (text([["inf", *row[1:]] for row in TRAIN]), ["row 1: 'inf' in the column 'size'"]),
+        (text([["inf", *row[1:]] for row in TRAIN]), ["rows 1, 2, 3 and 57 more: 'inf' in the column 'size'"]),
         (text(changed(TRAIN, 4, "size", "1e400")), ["row 4: '1e400' in the column 'size'"]),
         (text(changed(TRAIN, 4, "size", "1e300")), ["row 4: 1e300 in the column 'size' is too large"]),
         (text(changed(TRAIN, 4, "size", "abc")), ["row 4: 'abc' in the column 'size'", "--categorical"]),
@@ -117,8 +122,8 @@ GOOD = text(TRUSTED)
     ],
 )
 def test_a_spoilt_table_is_refused(content, words):
-    sentence = refusal(*clean(content, GOOD))
-    assert all(word in sentence for word in words), sentence
+    sentences = refusals(*clean(content, GOOD))
+    assert any(all(word in sentence for word in words) for sentence in sentences), sentences
 
 
 @pytest.mark.parametrize(
@@ -131,12 +136,78 @@ def test_a_spoilt_table_is_refused(content, words):
         (text(changed(TRUSTED, 4, "size", "abc")), ["trusted.csv, row 4: 'abc' in the column 'size'"]),
         (text(changed(TRUSTED, 4, "y", "")), ["trusted.csv, row 4: nothing in the label column"]),
         (text(changed(TRUSTED, 4, "y", "maybe")), ["row 4: the label 'maybe' does not occur", "no, yes"]),
-        (text([row for row in TRUSTED if row[3] == "no"]), ["every class", "too few of ['yes']"]),
+        (
+            text([row for row in TRUSTED if row[3] == "no"]),
+            ["at least two rows of every class", "there are fewer of 'yes'"],
+        ),
     ],
 )
 def test_a_spoilt_trusted_table_is_refused(content, words):
-    sentence = refusal(*clean(text(TRAIN), content))
-    assert all(word in sentence for word in words), sentence
+    sentences = refusals(*clean(text(TRAIN), content))
+    assert any(all(word in sentence for word in words) for sentence in sentences), sentences
+
+
+def test_all_that_is_wrong_with_two_tables_is_said_at_once():
+    """Rows that fit the header are examined although others do not, and keep their numbers."""
+    train, trusted = [list(row) for row in TRAIN], [list(row) for row in TRUSTED]
+    train[2] += ["x"]
+    train[9], train[10] = train[9][:2], train[10][:2]
+    train[4][0], train[5][0], train[12][1] = "abc", "inf", "1e300"
+    train[7][2], train[8][1], train[11][3] = "", "NA", ""
+    trusted[3][3], trusted[4][0], trusted[6][1] = "maybe", "x", ""
+    found = refusals(*clean(text(train), text(trusted), "--ignore", "color"))
+    expected = [
+        "train.csv, row 3: 5 cells where the header has 4",
+        "train.csv, rows 10 and 11: 2 cells where",
+        "Did you mean 'colour'?",
+        "train.csv, row 12: nothing in the label column 'y'",
+        "train.csv, rows 5 and 6: 'abc' and 'inf' in the column 'size'",
+        "train.csv, row 13: 1e300 in the column 'weighed' is too large",
+        "train.csv: 2 cells are empty or read as missing, in the columns 'weighed' (row 9) and 'colour' (row 8)",
+        "trusted.csv, row 5: 'x' in the column 'size'",
+        "trusted.csv, row 7: nothing in the column 'weighed'",
+        "trusted.csv, row 4: the label 'maybe' does not occur",
+    ]
+    assert len(found) == len(expected)
+    assert all(words in sentence for words, sentence in zip(expected, found, strict=True)), found
+
+
+def test_a_file_that_cannot_be_read_does_not_hide_the_other():
+    first, second = refusals(*clean(text([[*TRAIN[0], "x"], *TRAIN[1:]]), b"\xff"))
+    assert "train.csv, row 1: 5 cells" in first
+    assert "trusted.csv is not text in UTF-8" in second
+
+
+def test_of_many_problems_the_first_are_printed_and_all_are_in_the_json():
+    header = [f"c{i}" for i in range(40)] + ["y"]
+    odd = [["abc"] * 40 + ["yes"]] + [["1"] * 40 + ["no"], ["2"] * 40 + ["yes"]] * 10
+    found = refusals(*clean(text(odd, header)))
+    assert len(found) == 40
+    lines = invoke(*clean(text(odd, header))).stderr.splitlines()
+    assert lines[0] == "Error: There are 40 problems."
+    assert lines[1:] == [*(f"  {one}" for one in found[:20]), "  ... and 20 more."]
+
+
+@pytest.mark.parametrize("names", [(";", ";"), ("\t", "tab"), ("\t", r"\t"), ("|", "|")])
+def test_other_separators_are_read_and_written(names):
+    between, called = names
+    arguments = clean(text(TRAIN, between=between), text(TRUSTED, between=between), "--sep", called)
+    assert answer(*arguments, "--cleaned", "c.csv")["rows"] == 60
+    with open("w.csv", encoding="utf-8", newline="") as file:
+        header, *body = csv.reader(file, delimiter=between)
+    assert header == [*HEADER, "weight", "suspect", "suggested_label", "wrong_score"]
+    assert [row[:4] for row in body] == TRAIN
+    assert Path("c.csv").read_text().splitlines()[0] == between.join(HEADER)
+
+
+def test_separators_that_cannot_be():
+    good = text(TRAIN)
+    for sep in ("ab", '"', "a", "\n"):
+        assert "cannot separate columns" in refusal(*clean(good, GOOD, "--sep", sep))
+    assert "trusted.csv has commas between its columns" in refusal(*clean(text(TRAIN, between=";"), GOOD, "--sep", ";"))
+    german = [[row[0].replace(".", ","), *row[1:]] for row in TRAIN]
+    sentence = refusal(*clean(text(german, between=";"), None, "--sep", ";"))
+    assert "the column 'size' has commas in its numbers" in sentence
 
 
 def test_options_of_clean_that_cannot_be():
@@ -150,7 +221,7 @@ def test_options_of_clean_that_cannot_be():
     assert "cannot be read" in refusal("clean", "nothing.csv", "--label", "y")
     assert "cannot be read" in refusal("clean", ".", "--label", "y")
     assert "--label" in refusal("clean", "train.csv")
-    assert "only one sample" in (said := refusal(*clean(text(changed(TRAIN, 4, "y", "odd")))))
+    assert "only one row" in (said := refusal(*clean(text(changed(TRAIN, 4, "y", "odd")))))
     assert "'odd'" in said
     assert "np." not in said
 
@@ -184,7 +255,7 @@ def test_a_disk_that_fails_while_the_table_is_written_leaves_the_old_one(monkeyp
     Path("w.csv").write_text("old")
     arguments = clean(text(TRAIN), GOOD)
     before = sorted(Path.cwd().iterdir())
-    monkeypatch.setattr(csv, "writer", lambda file: file.write("half") and Full())
+    monkeypatch.setattr(csv, "writer", lambda file, **_: file.write("half") and Full())
     result = invoke(*arguments)
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr
@@ -554,8 +625,7 @@ def test_sentences_with_other_peoples_characters_take_one_line():
         assert r"a\nb\x1b[31m" in sentence
         assert sentence.isprintable()
     header = text(TRAIN, ["size", "weighed", f'"{odd}"', "y"])
-    sentence = refusal(*clean(header, GOOD, label="yy"))
-    assert sentence.isprintable()
+    assert all(sentence.isprintable() for sentence in refusals(*clean(header, GOOD, label="yy")))
 
 
 @pytest.mark.parametrize(

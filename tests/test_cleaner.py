@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from inspect import signature
 
 import numpy as np
@@ -22,7 +23,8 @@ from typer.testing import CliRunner
 
 import nhgd
 from nhgd.cli._program import app
-from nhgd.data.table import Features, read_table
+from nhgd.data.features import Features
+from nhgd.data.table import read_table
 from nhgd.errors import InputError
 from nhgd.sklearn.cleaner import LabelCleaner, NoTrustedSetWarning, TrustedScaleWarning
 from tests.scikit_learn import scikit_learn_checks
@@ -336,11 +338,13 @@ def test_clean_writes_a_cleaned_table_and_counts_by_class(tables, tmp_path):
     assert suspects
     original = read(train)
     assert read(cleaned) == [row for row in original if row["id"] not in suspects]
-    assert sum(one["suspects"] for one in answer["by_class"]) == len(suspects)
+    assert sum(one["found"] for one in answer["by_class"]) == len(suspects)
     for one in answer["by_class"]:
-        assert one["rows"] == sum(row["y"] == one["label"] for row in original)
-        assert sum(one["suggested"].values()) == one["suspects"]
-        assert one["label"] not in one["suggested"]
+        assert one["given"] == sum(row["y"] == one["label"] for row in original)
+        assert one["found"] == sum(found[row["id"]]["suspect"] == "1" for row in original if row["y"] == one["label"])
+        assert one["suggested"] == sum(found[i]["suggested_label"] == one["label"] for i in suspects)
+        assert sum(one["instead"].values()) == one["found"]
+        assert one["label"] not in one["instead"]
     scores = [float(found[str(row - 1)]["wrong_score"]) for row in answer["worst"]]
     assert scores == sorted(scores, reverse=True)
     assert (
@@ -351,7 +355,10 @@ def test_clean_writes_a_cleaned_table_and_counts_by_class(tables, tmp_path):
     other = {"yes": "no", "no": "yes"}
     assert read(cleaned) == [row | {"y": other[row["y"]]} if row["id"] in suspects else row for row in original]
     people = invoke(*arguments[:-1], "--cleaned", cleaned).stdout
-    assert "by class" in people
+    listed = re.split(r"by class *\n", people)[1].splitlines()
+    assert listed[0].split() == ["label", "given", "found", "suggested", "instead"]
+    for line, one in zip(listed[1:3], answer["by_class"], strict=True):
+        assert line.split()[:4] == [one["label"], *(str(one[key]) for key in ("given", "found", "suggested"))]
     assert "cleaned.csv" in people
 
 
@@ -405,7 +412,7 @@ def test_clean_refuses_with_a_sentence_and_writes_nothing(tables, tmp_path):
         ([unlabelled, "--label", "y"], "row 2: nothing in the label column 'y'"),
         ([train, "--label", "yy"], "Did you mean 'y'"),
         ([train, "--label", "y", "--ignore", "idd"], "Did you mean 'id'"),
-        ([train, "--label", "y", "--trusted", short], "two samples of every class"),
+        ([train, "--label", "y", "--trusted", short], "two rows of every class"),
         ([tmp_path / "none.csv", "--label", "y"], "cannot be read"),
         ([tmp_path / "bytes.csv", "--label", "y"], "UTF-8"),
         ([train, "--label", "y", "--steps", "0"], "steps must be a whole number"),

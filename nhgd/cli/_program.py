@@ -23,7 +23,7 @@ import nhgd
 from nhgd.cli import _signals as signals
 from nhgd.cli._started import leave_error, started_by_someone
 from nhgd.cli._streams import mute, printable
-from nhgd.errors import InputError, NhgdError, PeerError, RunError, unknown
+from nhgd.errors import InputError, NhgdError, PeerError, RunError, listed, unknown
 
 
 @dataclass(frozen=True)
@@ -174,16 +174,17 @@ def _refused(error: OSError) -> str:
 
 
 def _fail(sentence: str, code: int, given: list[str], error: NhgdError | None = None) -> int:
-    sentence = printable(sentence)
+    problems = [printable(one) for one in error.problems] if isinstance(error, InputError) else []
+    sentence, *further = listed(problems) if problems else [printable(sentence)]
     if started_by_someone():
         lost = (-1 if error.rank is None else error.rank) if isinstance(error, PeerError) else None
         named = error is not None and bool(error.checkpoint)
         if leave_error(sentence, code, type(error).__name__, lost, named):
             return code  # the launcher prints one sentence for all processes
-    print(f"Error: {sentence}", file=sys.stderr)
+    print("\n  ".join([f"Error: {sentence}", *further]), file=sys.stderr)
     if "--json" in given and os.environ.get("RANK", "0") == "0":  # of several processes one speaks
         with suppress(OSError):
-            print(json.dumps({"error": sentence}))
+            print(json.dumps({"error": sentence} | ({"problems": problems} if problems else {})))
             sys.stdout.flush()
     return code
 

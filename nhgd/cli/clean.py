@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +15,9 @@ import typer
 from nhgd._path import check_folder, check_name
 from nhgd.cli._options import Device, Json, Seed, checked_seed, device_called
 from nhgd.cli._output import console, folder, print_json, table
-from nhgd.data.table import Features, Table, labels, read_table
-from nhgd.errors import InputError
+from nhgd.data.features import Features
+from nhgd.data.table import Table, labels, missing, quoted, read_table, rows_called, separator_called
+from nhgd.errors import InputError, Problems
 
 ADDED = ("weight", "suspect", "suggested_label", "wrong_score")
 MOST_CLASSES = 30  # that the table for people lists
@@ -38,6 +40,7 @@ def clean(
     relabel: Annotated[
         bool, typer.Option("--relabel", help="Keep suspects in --cleaned, with the suggested label.")
     ] = False,
+    sep: Annotated[str, typer.Option(help="What stands between columns: one character, or tab.")] = ",",
     ignore: Annotated[
         str | None, typer.Option(help="Comma-separated columns to leave out, such as an id.", show_default=False)
     ] = None,
@@ -61,23 +64,25 @@ def clean(
             raise InputError(f"--cleaned {cleaned} is the same file as --out. Choose another file.")
     elif relabel:
         raise InputError("--relabel changes the file of --cleaned, which is missing. Add --cleaned FILE.csv.")
+    separator = separator_called(sep)
     door = _door()
     cleaner = door.LabelCleaner(
         steps=steps, random_state=checked_seed(seed) % 2**32, device=str(device_called(device)), verbose=None
     )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        rows = read_table(train)
-        examples = None if trusted is None else read_table(trusted)
-        X, y, given = _numbers(rows, examples, label, _names(ignore), _names(categorical), impute)
+        problems = Problems()
+        rows, examples = _tables(train, trusted, separator, problems)
+        features = Features(impute, frozenset(_names(categorical)))
+        X, y, given = _numbers(rows, examples, label, _names(ignore), features, problems)
         with folder(out.parent) as place, folder(None if cleaned is None else cleaned.parent) as other:
             assert place is not None
             started = time.perf_counter()
             _fit(cleaner, X, y, given)
             taken = time.perf_counter() - started
-            place.write(out.name, lambda path: _write(path, rows, cleaner))
+            place.write(out.name, lambda path: _write(path, rows, cleaner, separator))
             if other is not None and cleaned is not None:
-                other.write(cleaned.name, lambda path: _write_cleaned(path, rows, label, cleaner, relabel))
+                other.write(cleaned.name, lambda path: _write_cleaned(path, rows, label, cleaner, relabel, separator))
     answer = {
         "rows": len(y),
         "suspects": len(cleaner.label_issues_),
@@ -114,10 +119,10 @@ def _fit(cleaner: Any, X: Any, y: list[str], given: dict[str, Any]) -> None:
         raise InputError(str(error).splitlines()[0]) from error
 
 
-def _write(path: Path, rows: Table, cleaner: Any) -> None:
+def _write(path: Path, rows: Table, cleaner: Any, separator: str) -> None:
     """Write every row in its order, with the findings."""
     with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, delimiter=separator)
         writer.writerow([*rows.header, *ADDED])
         found = zip(rows.rows, cleaner.weights_, cleaner.suggested_labels_, cleaner.scores_, strict=True)
         for cells, weight, better, score in found:
@@ -127,11 +132,11 @@ def _write(path: Path, rows: Table, cleaner: Any) -> None:
             writer.writerow([*cells, f"{shown:.6f}", suspect, better, f"{score:.9g}"])
 
 
-def _write_cleaned(path: Path, rows: Table, label: str, cleaner: Any, relabel: bool) -> None:
+def _write_cleaned(path: Path, rows: Table, label: str, cleaner: Any, relabel: bool, separator: str) -> None:
     """Write the trusted rows and, with `relabel`, the others with the suggested label."""
     place = rows.header.index(label)
     with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
+        writer = csv.writer(file, delimiter=separator)
         writer.writerow(rows.header)
         for cells, weight, better in zip(rows.rows, cleaner.weights_, cleaner.suggested_labels_, strict=True):
             if weight >= 0.5:
@@ -141,13 +146,17 @@ def _write_cleaned(path: Path, rows: Table, label: str, cleaner: Any, relabel: b
 
 
 def _by_class(cleaner: Any, y: list[str]) -> list[dict[str, Any]]:
-    """For each class its rows, its suspects, and the labels suggested for those."""
-    names = [str(name) for name in cleaner.classes_]
-    found = []
-    for name, counts in zip(names, cleaner.issue_counts_.tolist(), strict=True):
-        suggested = {other: count for other, count in zip(names, counts, strict=True) if count}
-        found.append({"label": name, "rows": y.count(name), "suspects": sum(counts), "suggested": suggested})
-    return found
+    """For each class how many rows are given this label, how many of them were found suspect, and to how many suspects of
+    other classes it is suggested; and which labels are suggested to its own suspects.
+    """
+    names, given = [str(name) for name in cleaner.classes_], Counter(y)
+    counted = []
+    for i, name in enumerate(names):
+        found, suggested = cleaner.issue_counts_[i].tolist(), cleaner.issue_counts_[:, i].tolist()
+        instead = {other: count for other, count in zip(names, found, strict=True) if count}
+        row = {"label": name, "given": given[name], "found": sum(found), "suggested": sum(suggested)}
+        counted.append(row | {"instead": instead})
+    return counted
 
 
 def _check_out(option: str, out: Path, train: Path, trusted: Path | None) -> None:
@@ -167,20 +176,66 @@ def _names(text: str | None) -> set[str]:
     return {name.strip() for name in (text or "").split(",") if name.strip()}
 
 
+def _tables(train: Path, trusted: Path | None, separator: str, problems: Problems) -> tuple[Table, Table | None]:
+    """Both files, with the rows that can be read; a file that cannot be is refused with all that is wrong with the other."""
+    found: list[Table | None] = []
+    for path in (train, trusted):
+        found.append(None)
+        if path is not None:
+            with problems.gathered():
+                found[-1] = read_table(path, separator, problems)
+    rows, examples = found
+    if rows is None or (examples is None and trusted is not None):
+        problems.refuse()
+    assert rows is not None
+    return rows, examples
+
+
 def _numbers(
-    rows: Table, examples: Table | None, label: str, ignore: set[str], categorical: set[str], impute: bool
+    rows: Table,
+    examples: Table | None,
+    label: str,
+    ignore: set[str],
+    features: Features,
+    problems: Problems,
 ) -> tuple[Any, list[str], dict[str, Any]]:
-    """Features and labels of the rows, and those of the trusted rows as further arguments of fit."""
+    """Features and labels of the rows, and those of the trusted rows as further arguments of fit.
+
+    All that is wrong with the two tables is refused together.
+    """
     for added in ADDED:
         if added in rows.header:
-            raise InputError(f"{rows.path} already has a column {added!r}, which the result would add. Rename it.")
-    for name in (label, *sorted(ignore | categorical)):
-        rows.column(name)
-    if label in ignore | categorical:
+            problems.add(f"{rows.path} already has a column {added!r}, which the result would add. Rename it.")
+    for name in sorted(ignore | features.categorical):
+        with problems.gathered():
+            rows.column(name)
+    if label in ignore | features.categorical:
         option = "--ignore" if label in ignore else "--categorical"
-        raise InputError(f"The column {label!r} is the label, so it cannot also be passed to {option}.")
-    y = labels(rows, label)
-    classes = dict.fromkeys(y)
+        problems.add(f"The column {label!r} is the label, so it cannot also be passed to {option}.")
+    y, classes = [], None
+    with problems.gathered():
+        y = [cell.strip() for cell in rows.column(label)]
+        with problems.gathered():
+            labels(rows, label)
+        classes = _classes_of(rows, [name for name in y if not missing(name)], label, alone=examples is None)
+    columns = Counter(rows.header)
+    names = [name for name in columns if name and columns[name] == 1 and name != label and name not in ignore]
+    with problems.gathered():
+        features.fit(rows, names)
+    given: dict[str, Any] = {}
+    if examples is not None:
+        with problems.gathered():
+            given["X_trusted"] = features.transform(examples)
+        if classes is not None:
+            with problems.gathered():
+                given["y_trusted"] = _trusted_labels(examples, rows, label, classes)
+    problems.refuse()
+    return features.transform(rows), y, given
+
+
+def _classes_of(rows: Table, y: list[str], label: str, alone: bool) -> Counter[str]:
+    """How many rows each class has; labels that are no classes are refused. `alone`: without trusted rows."""
+    classes = Counter(y)
     if len(classes) == 1:
         raise InputError(f"{rows.path}: every row has the label {y[0]!r}. At least two different labels are needed.")
     if len(classes) > max(2, len(y) // 2):
@@ -188,19 +243,38 @@ def _numbers(
             f"{rows.path}: the column {label!r} holds {len(classes)} different labels in {len(y)} rows, too many for"
             " classes. Give the column of the classes as --label."
         )
-    features = Features(impute, frozenset(categorical))
-    X = features.fit(rows, [name for name in rows.header if name != label and name not in ignore]).transform(rows)
-    if examples is None:
-        return X, y, {}
+    single = [name for name, count in classes.items() if count == 1]
+    if alone and single:
+        raise InputError(
+            f"{rows.path}: {'the label' if len(single) == 1 else 'the labels'} {quoted(single)} {'has' if len(single) == 1 else 'have'}"
+            " only one row, so none can be held out. Correct it, or give rows with correct labels as --trusted FILE.csv."
+        )
+    return classes
+
+
+def _trusted_labels(examples: Table, rows: Table, label: str, classes: Counter[str]) -> list[str]:
+    """The labels of trusted rows, of which every class of the others needs two."""
     answers = _spelt_alike(labels(examples, label), classes)
-    for number, answer in enumerate(answers, start=1):
-        if answer not in classes:
-            hint = ", ".join(sorted(classes)[:10]) + (", ..." if len(classes) > 10 else "")
-            raise InputError(
-                f"{examples.path}, row {number}: the label {answer!r} does not occur in {rows.path}, which has:"
-                f" {hint}. Spell labels the same in both files, and remove rows of other classes."
-            )
-    return X, y, {"X_trusted": features.transform(examples), "y_trusted": answers}
+    problems = Problems()
+    numbers = examples.numbers or range(1, len(answers) + 1)
+    strange = [(number, answer) for number, answer in zip(numbers, answers, strict=True) if answer not in classes]
+    if strange:
+        one = len({answer for _, answer in strange}) == 1
+        hint = ", ".join(sorted(classes)[:10]) + (", ..." if len(classes) > 10 else "")
+        problems.add(
+            f"{examples.path}, {rows_called(number for number, _ in strange)}: the {'label' if one else 'labels'}"
+            f" {quoted(answer for _, answer in strange)} {'does' if one else 'do'} not occur in {rows.path}, which has:"
+            f" {hint}. Spell labels the same in both files, and remove rows of other classes."
+        )
+    counts = Counter(answers)
+    few = [name for name in classes if counts[name] < 2]
+    if few:
+        problems.add(
+            f"{examples.path}: at least two rows of every class of {rows.path} are needed, but there are fewer of"
+            f" {quoted(few)}. Add some, or remove that class from both files."
+        )
+    problems.refuse()
+    return answers
 
 
 def _spelt_alike(answers: list[str], classes: Iterable[str]) -> list[str]:
@@ -231,20 +305,32 @@ def _tell(answer: dict[str, Any], rows: Table, label: str, cleaner: Any) -> None
         out.print(f"{sentence}\n")
     share = answer["suspects"] / answer["rows"]
     out.print(
-        f"{answer['suspects']} of {answer['rows']} rows ({share:.1%}) are suspect, after {answer['seconds']:.1f} s.\n"
+        f"{answer['suspects']} of {answer['rows']} rows ({share:.1%}) are suspect, after {answer['seconds']:.1f} s."
     )
     if answer["worst"]:
+        out.print()
         listed = table("the worst", "row", "label", "suggested", "wrong_score", left=3)
         for row in answer["worst"]:
             score = f"{cleaner.scores_[row - 1]:.3g}"
             listed.add_row(str(row), rows.column(label)[row - 1], str(cleaner.suggested_labels_[row - 1]), score)
         out.print(listed)
-        counted = table("\nby class", "label", "suggested", "rows", "suspects", left=2)
-        for one in answer["by_class"][:MOST_CLASSES]:
-            often = sorted(one["suggested"].items(), key=lambda pair: -pair[1])[:3]
-            words = ", ".join(f"{name} ({count})" for name, count in often)
-            counted.add_row(one["label"], words, str(one["rows"]), str(one["suspects"]))
-        out.print(counted)
+        out.print(_classes(answer["by_class"]))
     out.print(f"\nEvery row, with its weight, score and a suggested label: {answer['out']}")
     if answer["cleaned"] is not None:
         out.print(f"The cleaned table: {answer['cleaned']}")
+
+
+def _classes(by_class: list[dict[str, Any]]) -> Any:
+    """The classes with the most suspects, in their order."""
+    most = sorted(by_class, key=lambda one: -one["found"] - one["suggested"])[:MOST_CLASSES]
+    shown = [one for one in by_class if one in most]
+    left = len(by_class) - len(shown)
+    counted = table(
+        "\nby class" + (f" ({left} more in the JSON)" if left else ""), "label", "given", "found", "suggested"
+    )
+    counted.add_column("instead", overflow="fold")
+    for one in shown:
+        often = sorted(one["instead"].items(), key=lambda pair: -pair[1])
+        words = ", ".join(f"{name} ({count})" for name, count in often[:3]) + (", ..." if len(often) > 3 else "")
+        counted.add_row(one["label"], str(one["given"]), str(one["found"]), str(one["suggested"]), words)
+    return counted

@@ -1,38 +1,34 @@
-"""A CSV file as numbers: which columns are numeric, which are categories, and where something is missing."""
+"""A CSV file: its header and rows, and what is wrong with them."""
 
 from __future__ import annotations
 
 import csv
-import math
-import warnings
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from nhgd._path import check_file
-from nhgd.errors import InputError, unknown
+from nhgd.errors import InputError, Problems, unknown
 
 MISSING = {"", "na", "n/a", "#n/a", "<na>", "nan", "-nan", "null", "none", "?"}
-LARGEST = 1e100  # larger values have squares that overflow
-Array = np.ndarray[Any, Any]
-
-
-class UnseenCategoryWarning(UserWarning):
-    """A row holds a category that the table from which the columns were understood does not."""
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+SHOWN = 3  # rows or cells that a sentence about many names
 
 
 @dataclass(frozen=True)
 class Table:
-    """A header and rows of text, as in the file. Row 1 is the first below the header."""
+    """A header and rows of text, as in the file. Row 1 is the first below the header.
+
+    Attributes:
+        numbers: of the rows, where some of the file were left out because their cells do not fit the header.
+    """
 
     path: Path
     header: list[str]
     rows: list[list[str]]
+    numbers: Sequence[int] = ()
 
     @cached_property
     def _places(self) -> dict[str, int]:
@@ -46,15 +42,67 @@ class Table:
         place = self._places[name]
         return [row[place] for row in self.rows]
 
+    def where(self, name: str, wrong: Callable[[str], bool]) -> list[tuple[int, str]]:
+        """The rows, by number, and cells of a column that are wrong."""
+        numbers = self.numbers or range(1, len(self.rows) + 1)
+        return [(row, cell) for row, cell in zip(numbers, self.column(name), strict=True) if wrong(cell)]
 
-def read_table(path: Path) -> Table:
-    """Read a CSV file with a header, and refuse one that is empty or ragged, naming the row."""
+
+def separator_called(text: str) -> str:
+    """The character between columns that a user named: itself, tab or \\t.
+
+    >>> separator_called("tab"), separator_called(";")
+    ('\\t', ';')
+    """
+    found = "\t" if text in ("tab", "\\t") else text
+    if len(found) != 1 or found in '"\r\n' or found.isalnum():
+        raise InputError(f"--sep {text!r} cannot separate columns. Give one character, such as ';' or '|', or tab.")
+    return found
+
+
+def read_table(path: Path, separator: str = ",", problems: Problems | None = None) -> Table:
+    """Read a CSV file with a header, and refuse one that is empty or ragged, naming the rows.
+
+    Args:
+        path: the file.
+        separator: what stands between columns.
+        problems: where to note what is wrong with the header or with rows, rather than to refuse the file for it; the
+            table then has the rows that fit the header. A file that cannot be read at all is refused.
+    """
+    lines = _lines(path, separator)
+    if not lines:
+        raise InputError(f"{path} is empty. The first line must name the columns, followed by rows.")
+    header, rows = [name.strip() for name in lines[0]], lines[1:]
+    _check_separator(path, header, separator)
+    found = Problems()
+    _check_header(path, header, found)
+    if not rows:
+        found.add(f"{path} has a header but no rows. Add some.")
+    ragged: dict[int, list[int]] = {}
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(header):
+            ragged.setdefault(len(row), []).append(number)
+    for width, those in ragged.items():
+        found.add(
+            f"{path}, {rows_called(those)}: {width} cells where the header has {len(header)}. Fix the"
+            f" {'row' if len(those) == 1 else 'rows'}; quote cells that contain {SEPARATORS.get(separator, 'separators')}."
+        )
+    if problems is None:
+        found.refuse()
+        return Table(path, header, rows)
+    problems.sentences += found.sentences
+    fitting = [(number, row) for number, row in enumerate(rows, start=1) if len(row) == len(header)]
+    return Table(path, header, [row for _, row in fitting], [number for number, _ in fitting])
+
+
+def _lines(path: Path, separator: str) -> list[list[str]]:
+    """The cells of every line that is not empty."""
     check_file(path)
     reader = None
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(_without_nul(file, path), strict=True)
-            lines = [line for line in reader if line]
+            reader = csv.reader(_without_nul(file, path), delimiter=separator, strict=True)
+            return [line for line in reader if line]
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
@@ -62,19 +110,6 @@ def read_table(path: Path) -> Table:
     except csv.Error as error:
         where = f", line {reader.line_num}" if reader else ""
         raise InputError(f"{path}{where}, is not CSV: {error}. Check the quotation marks before it.") from error
-    if not lines:
-        raise InputError(f"{path} is empty. The first line must name the columns, followed by rows.")
-    header, rows = [name.strip() for name in lines[0]], lines[1:]
-    _check_header(path, header)
-    if not rows:
-        raise InputError(f"{path} has a header but no rows. Add some.")
-    for number, row in enumerate(rows, start=1):
-        if len(row) != len(header):
-            raise InputError(
-                f"{path}, row {number}: {len(row)} cells where the header has {len(header)}. Fix the row; quote cells"
-                " that contain commas."
-            )
-    return Table(path, header, rows)
 
 
 def _without_nul(file: Iterator[str], path: Path) -> Iterator[str]:
@@ -87,20 +122,31 @@ def _without_nul(file: Iterator[str], path: Path) -> Iterator[str]:
         yield line
 
 
-def _check_header(path: Path, header: list[str]) -> None:
-    for separator, word in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars")):
-        if len(header) == 1 and separator in header[0]:
-            raise InputError(
-                f"{path} has {word} between its columns. Save it with commas as separators and points as decimal marks."
-            )
-    if "" in header:
+def _check_separator(path: Path, header: list[str], separator: str) -> None:
+    if len(header) > 1:
+        return
+    other, count = max(((one, header[0].count(one)) for one in SEPARATORS), key=lambda pair: pair[1])
+    if other != separator and count:
+        name = {"\t": "tab", ",": "','"}.get(other, f"'{other}'")
         raise InputError(
-            f"{path}: column {header.index('') + 1} has no name in the header. Name it; a column of row numbers can then be"
-            " left out with --ignore."
+            f"{path} has {SEPARATORS[other]} between its columns. Pass --sep {name}"
+            f"{'; all files must have the same separator' if other == ',' else ''}."
         )
-    twice = [name for name, count in Counter(header).items() if count > 1]
+
+
+def _check_header(path: Path, header: list[str], problems: Problems) -> None:
+    nameless = [place for place, name in enumerate(header, start=1) if not name]
+    if nameless:
+        several = len(nameless) > 1
+        problems.add(
+            f"{path}: {rows_called(nameless, 'column')} {'have' if several else 'has'} no name in the header. Name"
+            f" {'them' if several else 'it'}; a column of row numbers can then be left out with --ignore."
+        )
+    twice = [name for name, count in Counter(header).items() if count > 1 and name]
     if twice:
-        raise InputError(f"{path} names the column {twice[0]!r} twice. Rename one of them.")
+        problems.add(
+            f"{path} names the {'column' if len(twice) == 1 else 'columns'} {quoted(twice)} twice. Rename one of them."
+        )
 
 
 def missing(cell: str) -> bool:
@@ -108,129 +154,48 @@ def missing(cell: str) -> bool:
     return cell.strip().lower() in MISSING
 
 
-def _number(cell: str) -> float | None:
-    """A number as it is written, infinite ones among them."""
-    try:
-        return float(cell)
-    except ValueError:
-        return None
-
-
-@dataclass
-class Features:
-    """How the columns of a table become numbers: numeric ones unchanged, others one column for each category.
-
-    A column is numeric when all its cells are numbers. Where nine of ten are, the others are taken for mistakes and
-    refused, since a stray word would otherwise make a category of every number.
-
-    Args:
-        impute: fill missing cells by the median, or by a category of their own; otherwise they are refused.
-        categorical: columns that are categories although their cells are numbers.
-    """
-
-    impute: bool = False
-    categorical: frozenset[str] = frozenset()
-    names: list[str] = field(default_factory=list)
-    medians: dict[str, float] = field(default_factory=dict)
-    categories: dict[str, list[str]] = field(default_factory=dict)
-
-    def fit(self, table: Table, names: list[str]) -> Features:
-        """Decide the type of each named column."""
-        self.names = names
-        if not names:
-            raise InputError(
-                f"{table.path} has no columns apart from the label and those left out, so there is nothing to learn"
-                " from."
-            )
-        for name in names:
-            cells = table.column(name)
-            known = [cell for cell in cells if not missing(cell)]
-            self._refuse_missing(table, name, cells)
-            if not known:
-                raise InputError(f"{table.path}: the column {name!r} is empty. Leave it out with --ignore.")
-            numbers = [number for number in map(_number, known) if number is not None]
-            if name not in self.categorical and len(numbers) >= 0.9 * len(known):
-                for row, cell in enumerate(cells, start=1):
-                    self._numeric(table, name, row, cell)
-                self.medians[name] = float(np.median(numbers))
-                continue
-            found = sorted({cell.strip() for cell in known})
-            if len(found) > 50 and len(found) > 0.5 * len(known):
-                raise InputError(
-                    f"{table.path}: the column {name!r} has {len(found)} distinct values, too many for a categorical column."
-                    " Leave it out with --ignore."
-                )
-            self.categories[name] = found
-        return self
-
-    def transform(self, table: Table) -> Array:
-        """The rows of a table as numbers, (N, P)."""
-        columns: list[list[float]] = []
-        for name in self.names:
-            cells = table.column(name)
-            self._refuse_missing(table, name, cells)
-            if name in self.medians:
-                columns.append([self._numeric(table, name, i, cell) for i, cell in enumerate(cells, start=1)])
-            else:
-                # A category that was never seen, or nothing, is zero in every column.
-                self._warn_of_new(table, name, cells)
-                columns += [[float(cell.strip() == kind) for cell in cells] for kind in self.categories[name]]
-        return np.array(columns, dtype=np.float64).T
-
-    def _numeric(self, table: Table, name: str, row: int, cell: str) -> float:
-        if missing(cell):
-            return self.medians.get(name, 0.0)
-        found = _number(cell)
-        if found is None or not math.isfinite(found):
-            raise InputError(
-                f"{table.path}, row {row}: {cell.strip()!r} in the column {name!r}, whose other cells are numbers."
-                " Correct it, or clear it and pass --impute; if the numbers are categories, pass --categorical."
-            )
-        if abs(found) > LARGEST:
-            raise InputError(
-                f"{table.path}, row {row}: {cell.strip()} in the column {name!r} is too large to compute with. Correct it, or"
-                " leave the column out with --ignore."
-            )
-        return found
-
-    def _warn_of_new(self, table: Table, name: str, cells: list[str]) -> None:
-        known = set(self.categories[name])
-        new = [(i, cell.strip()) for i, cell in enumerate(cells, 1) if not missing(cell) and cell.strip() not in known]
-        if new:
-            row, first = new[0]
-            warnings.warn(
-                f"{table.path}, row {row}{_and_more(len(new) - 1)}: {first!r} in the column {name!r} does not occur"
-                " in the rows to be cleaned, so it counts as an unknown category.",
-                UnseenCategoryWarning,
-                stacklevel=3,
-            )
-
-    def _refuse_missing(self, table: Table, name: str, cells: list[str]) -> None:
-        if self.impute:
-            return
-        rows = [number for number, cell in enumerate(cells, start=1) if missing(cell)]
-        if rows:
-            raise InputError(
-                f"{table.path}, row {rows[0]}{_and_more(len(rows) - 1)}: {_nothing(cells[rows[0] - 1])} in the column"
-                f" {name!r}. Fill it, or pass --impute to fill such cells with the median or a category of their own."
-            )
-
-
 def labels(table: Table, name: str) -> list[str]:
     """The labels of a column; a missing one is an error."""
     cells = [cell.strip() for cell in table.column(name)]
-    rows = [number for number, cell in enumerate(cells, start=1) if missing(cell)]
-    if rows:
+    unlabelled = table.where(name, missing)
+    if unlabelled:
+        one = len(unlabelled) == 1
         raise InputError(
-            f"{table.path}, row {rows[0]}{_and_more(len(rows) - 1)}: {_nothing(cells[rows[0] - 1])} in the label column"
-            f" {name!r}. Give the row a label, or remove the row."
+            f"{table.path}, {rows_called(row for row, _ in unlabelled)}: {nothing(unlabelled)} in the label column {name!r}."
+            f" {'Give the row a label, or remove the row' if one else 'Give the rows labels, or remove them'}."
         )
     return cells
 
 
-def _nothing(cell: str) -> str:
-    return f"{cell.strip()!r}, which reads as missing," if cell.strip() else "nothing"
+def rows_called(numbers: Iterable[int], noun: str = "row") -> str:
+    """Rows in the words of a sentence.
+
+    >>> rows_called([4]), rows_called([4, 9]), rows_called(range(1, 61))
+    ('row 4', 'rows 4 and 9', 'rows 1, 2, 3 and 57 more')
+    """
+    return f"{noun} {one[0]}" if len(one := list(numbers)) == 1 else f"{noun}s {and_more(list(map(str, one)))}"
 
 
-def _and_more(rows: int) -> str:
-    return f" (and {rows} more)" if rows > 0 else ""
+def quoted(cells: Iterable[str]) -> str:
+    """Different cells, in quotation marks.
+
+    >>> quoted(["a", "b", "a"])
+    "'a' and 'b'"
+    """
+    return and_more([repr(cell) for cell in dict.fromkeys(cell.strip() for cell in cells)])
+
+
+def and_more(words: Sequence[str]) -> str:
+    """The first of some words, and how many more there are."""
+    rest = len(words) - SHOWN
+    if rest > 1:
+        return f"{', '.join(words[:SHOWN])} and {rest} more"
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
+
+
+def nothing(cells: Sequence[tuple[int, str]]) -> str:
+    """Missing cells in the words of a sentence."""
+    written = [cell for _, cell in cells if cell.strip()]
+    if not written:
+        return "nothing"
+    return f"{quoted(written)}, which {'reads' if len(set(written)) == 1 else 'read'} as missing,"
