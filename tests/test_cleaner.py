@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from contextlib import contextmanager
 from inspect import signature
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from sklearn import config_context
 from sklearn.datasets import load_breast_cancer, load_digits
 from sklearn.ensemble import RandomForestClassifier
+from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.model_selection import cross_val_predict
 from sklearn.neighbors import KNeighborsClassifier
@@ -26,6 +28,7 @@ from nhgd.cli._program import app
 from nhgd.data.features import Features
 from nhgd.data.table import read_table
 from nhgd.errors import InputError
+from nhgd.sklearn._noise import wrong_log_odds
 from nhgd.sklearn.cleaner import LabelCleaner, NoTrustedSetWarning, TrustedScaleWarning
 from tests.scikit_learn import scikit_learn_checks
 
@@ -190,6 +193,152 @@ def test_models_that_cannot_be_are_sentences():
     ):
         with pytest.raises(InputError, match=sentence):
             LabelCleaner(model).fit(X, y)
+
+
+def weighed(rows=90, seed=0):
+    """Two overlapping classes, a fifth of the labels wrong, and weights from 0 to 3."""
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, 2, rows)
+    X = rng.normal(size=(rows, 3)) + 1.5 * y[:, None]
+    noisy = np.where(rng.random(rows) < 0.2, 1 - y, y)
+    return X, noisy, rng.integers(0, 4, rows), X[:20] + 0.1 * rng.normal(size=(20, 3)), y[:20]
+
+
+TINY = {"steps": 3, "inner_steps": 3, "random_state": 0}
+KNN = KNeighborsClassifier(5)
+
+
+@pytest.mark.parametrize("given", [(), ("trusted",), ("model",), ("pred_probs",)], ids=lambda names: str(*names))
+@pytest.mark.filterwarnings("ignore::nhgd.sklearn.cleaner.NoTrustedSetWarning")
+def test_a_weight_is_how_often_a_sample_was_given(given):
+    """In every bit, in any order, and also where the model takes no weights; what is not there is scored."""
+    X, y, times, X_trusted, y_trusted = weighed()
+    more = {"X_trusted": X_trusted, "y_trusted": y_trusted} if given else {}
+    p = np.random.default_rng(1).dirichlet([1, 1], len(y))
+    p[np.arange(len(y)), y] += 1
+    p /= p.sum(1, keepdims=True)
+    model = KNN if given == ("model",) else None
+    many = np.repeat(np.arange(len(y)), times)
+    many = np.random.default_rng(2).permutation(many)
+    if given == ("pred_probs",):
+        more = {"pred_probs": p}
+        repeated = LabelCleaner(model, **TINY).fit(X[many], y[many], pred_probs=p[many])
+    else:
+        repeated = LabelCleaner(model, **TINY).fit(X[many], y[many], **more)
+    cleaner = LabelCleaner(model, **TINY).fit(X, y, sample_weight=times, **more)
+    np.testing.assert_array_equal(cleaner.scores_[many], repeated.scores_)
+    np.testing.assert_array_equal(cleaner.weights_[many], repeated.weights_)
+    np.testing.assert_array_equal(cleaner.suggested_labels_[many], repeated.suggested_labels_)
+    assert cleaner.threshold_ == repeated.threshold_
+    gone = times == 0
+    assert gone.any()
+    assert np.isfinite(cleaner.scores_[gone]).all()
+    new = {"pred_probs": p[gone]} if given == ("pred_probs",) else {}
+    np.testing.assert_allclose(cleaner.scores_[gone], repeated.label_scores(X[gone], y[gone], **new), rtol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore::nhgd.sklearn.cleaner.NoTrustedSetWarning")
+def test_weights_count_as_repeated_samples_do_that_differ_a_little():
+    """Which are not put together as equal ones are: the weights themselves must mean the same."""
+    X, y, times, X_trusted, y_trusted = weighed(300)
+    many = np.repeat(np.arange(len(y)), times)
+    moved = X[many] + 1e-9 * np.arange(len(many))[:, None]
+    for trusted in ((), (X_trusted, y_trusted)):
+        settings = {"steps": 15, "l2": 1e-2, "random_state": 0}
+        cleaner = LabelCleaner(**settings).fit(X, y, *trusted, sample_weight=times)
+        repeated = LabelCleaner(**settings).fit(moved, y[many], *trusted)
+        unweighed = LabelCleaner(**settings).fit(X, y, *trusted)
+
+        def distance(other, mine, cleaner=cleaner):
+            return np.abs(np.tanh(cleaner.scores_[many] / 2) - np.tanh(other.scores_[mine] / 2)).mean()
+
+        assert distance(repeated, slice(None)) < 0.12
+        assert distance(repeated, slice(None)) < distance(unweighed, many)
+        np.testing.assert_allclose(cleaner.coef_, repeated.coef_, atol=0.1)
+        np.testing.assert_allclose(cleaner._scaling.center, moved.mean(0), rtol=1e-6)
+        np.testing.assert_allclose(cleaner._scaling.scale, moved.std(0), rtol=1e-6)
+
+
+def test_weights_that_cannot_be_are_sentences():
+    X, y, times, *_ = weighed()
+    for bad, sentence in (
+        (-1.0 * times, "finite, and 0 or more"),
+        (np.full(90, np.nan), "finite, and 0 or more"),
+        (times[:5], r"must have shape \(90,\)"),
+        (0 * times, "is zero for every sample"),
+        (["x"] * 90, "array of numbers"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            LabelCleaner(**TINY).fit(X, y, sample_weight=bad)
+    with pytest.raises(InputError, match="KNeighborsClassifier takes no sample_weight"):
+        LabelCleaner(KNN, **TINY).fit(X, y, sample_weight=0.5 * times)
+    with pytest.raises(InputError, match=r"weight of 0 .* \[2\]"):
+        LabelCleaner(**TINY).fit(X, np.where(times == 0, 2, y), sample_weight=times)
+
+
+def test_a_new_sample_is_scored_as_one_of_the_training_set_by_models_that_have_not_seen_it():
+    X, y, _, X_trusted, y_trusted, *_ = noisy_digits(rate=0.2)
+    cleaner = LabelCleaner(steps=3, l2=1e-2, random_state=0).fit(X[:400], y[:400], X_trusted, y_trusted)
+    # By each fold's own model the score of a training sample is the one it got in training.
+    (judge,) = cleaner._panel.judges
+    rows = cleaner._scaling.scaled(X[:400])
+    single = [judge.noise.log_posterior(judge.learner.scores(m, rows), y[:400]) for m in judge.models]
+    by_fold = np.stack([wrong_log_odds(one, y[:400]) for one in single])
+    assert np.isclose(by_fold, cleaner.scores_, rtol=1e-4, atol=1e-4).any(0).all()
+    # Scored anew, and by a cleaner that was fitted with them: the same suspects, nearly.
+    new = cleaner.label_scores(X[400:], y[400:])
+    both = LabelCleaner(steps=3, l2=1e-2, random_state=0).fit(X, y, X_trusted, y_trusted)
+    found, expected = new > cleaner.threshold_, both.scores_[400:] > both.threshold_
+    assert (found == expected).mean() > 0.95
+    assert np.corrcoef(np.tanh(new / 2), np.tanh(both.scores_[400:] / 2))[0, 1] > 0.95
+
+
+def test_new_labels_are_corrected_where_they_are_suspect():
+    X, y, wrong, X_trusted, y_trusted, *_ = noisy_digits(rate=0.2)
+    cleaner = LabelCleaner(steps=3, l2=1e-2, random_state=0).fit(X[:400], y[:400], X_trusted, y_trusted)
+    better = cleaner.relabel(X[400:], y[400:])
+    changed = better != y[400:]
+    assert f1(np.flatnonzero(changed), wrong[400:]) > 0.9
+    assert (cleaner.label_scores(X[400:], y[400:])[changed] > cleaner.threshold_).all()
+    np.testing.assert_array_equal(better[changed], cleaner.predict(X[400:])[changed])
+    with pytest.raises(InputError, match=r"labels that y does not: \[77\]"):
+        cleaner.relabel(X[:2], [0, 77])
+    with pytest.raises(InputError, match="takes none for new samples"):
+        cleaner.label_scores(X[:2], y[:2], pred_probs=np.full((2, 10), 0.1))
+    with pytest.raises(NotFittedError):
+        LabelCleaner().label_scores(X, y)
+
+
+def test_given_probabilities_score_as_they_did_in_training():
+    X, y, *_ = noisy_digits(rate=0.2)
+    p = LogisticRegression(C=0.01, max_iter=2000).fit(X[:300] / 16, y[:300]).predict_proba(X / 16)
+    cleaner = LabelCleaner(random_state=0).fit(X, y, pred_probs=p)
+    np.testing.assert_allclose(cleaner.label_scores(X, y, pred_probs=p), cleaner.scores_, rtol=1e-9)
+    expected = np.where(cleaner.weights_ < 0.5, cleaner.suggested_labels_, y)
+    np.testing.assert_array_equal(cleaner.relabel(X, y, pred_probs=p), expected)
+    with pytest.raises(InputError, match="fitted with pred_probs"):
+        cleaner.label_scores(X, y)
+
+
+@pytest.mark.filterwarnings("ignore::nhgd.sklearn.cleaner.NoTrustedSetWarning")
+def test_the_bar_moves_through_the_whole_fit(monkeypatch):
+    X, y, *_ = weighed()
+    seen = []
+
+    @contextmanager
+    def bar(title, show):
+        yield lambda done, words: seen.append((done, words))
+
+    monkeypatch.setattr("nhgd.sklearn.cleaner.bar", bar)
+    LabelCleaner(**TINY).fit(X, y)
+    done = [share for share, _ in seen]
+    assert done == sorted(done)
+    assert done[-1] == 1.0
+    assert max(np.diff([0.0, *done])) < 0.05
+    words = [word for _, word in seen]
+    assert words[2] == "weights of samples, outer step 3 of 3"
+    assert words[3] == "model 1 of 4, round 1 of 3, fold 1"
+    assert words[-3] == "model 4 of 4, round 3 of 3, fold 5"
 
 
 class Named(np.ndarray):

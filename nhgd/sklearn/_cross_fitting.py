@@ -22,21 +22,37 @@ from nhgd.errors import InputError, RunError
 from nhgd.task._classifier import Split, fit
 
 Array = np.ndarray[Any, Any]
-Scores = Callable[[Array], Array]
+Advance = Callable[[str], None]
 # Of what a classifier's probabilities are mixed with, evenly over the classes: trees are as sure as 0 and 1
 FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Features (N, P) and classes from 0 (N,)."""
+    """Features (N, P) and classes from 0 (N,), and how often each counts, (N,), if not once."""
 
     x: Array
     y: Array
+    times: Array | None = None
 
     def part(self, which: Array) -> Samples:
         """Some of them."""
-        return Samples(self.x[which], self.y[which])
+        return Samples(self.x[which], self.y[which], None if self.times is None else self.times[which])
+
+    def counted(self, weights: Array) -> Array:
+        """Weights times how often each counts, (N,)."""
+        return weights if self.times is None else weights * self.times
+
+    def averaging(self, weights: Array) -> Array:
+        """The same over the mean of how often each counts, so that a plain mean over samples is one over repeated ones."""
+        return weights if self.times is None else weights * (self.times / self.times.mean())
+
+    def followed_by(self, others: Samples) -> Samples:
+        """These and others, which count once each unless they say otherwise."""
+        times = None
+        if self.times is not None or others.times is not None:
+            times = np.concatenate([np.ones(len(s.y)) if s.times is None else s.times for s in (self, others)])
+        return Samples(np.concatenate([self.x, others.x]), np.concatenate([self.y, others.y]), times)
 
 
 @dataclass(frozen=True)
@@ -50,8 +66,12 @@ class AbstractLearner(ABC):
     classes: int
 
     @abstractmethod
-    def fit(self, samples: Samples, weights: Array, start: Any = None) -> tuple[Scores, Any]:
-        """Scores (N, C) as a function of features, and a start for later fits on nearly the same samples."""
+    def fit(self, samples: Samples, weights: Array, start: Any = None) -> Any:
+        """A fitted model, from that of an earlier fit on nearly the same samples if there is one."""
+
+    @abstractmethod
+    def scores(self, model: Any, rows: Array) -> Array:
+        """The scores of a fitted model for rows, (N, C)."""
 
 
 @final
@@ -63,8 +83,9 @@ class Linear(AbstractLearner):
     steps: int = 60
 
     @override
-    def fit(self, samples: Samples, weights: Array, start: Any = None) -> tuple[Scores, Any]:
+    def fit(self, samples: Samples, weights: Array, start: Any = None) -> Array:
         """Coefficients (P + 1, C), the last row of them the bias."""
+        weights = samples.averaging(weights)
         x, count = samples.x, len(samples.y)
         shape = (x.shape[1] + 1, self.classes)
         wanted = np.eye(self.classes)[samples.y] * weights[:, None]
@@ -83,7 +104,12 @@ class Linear(AbstractLearner):
         first = np.zeros(shape) if start is None else start
         options = {"maxiter": self.steps, "gtol": 1e-4}
         theta: Array = minimize(value, first.ravel(), jac=True, method="L-BFGS-B", options=options).x.reshape(shape)
-        return lambda rows: rows @ theta[:-1] + theta[-1], theta
+        return theta
+
+    @override
+    def scores(self, model: Array, rows: Array) -> Array:
+        found: Array = rows @ model[:-1] + model[-1]
+        return found
 
 
 @final
@@ -98,24 +124,24 @@ class Module(AbstractLearner):
     steps: int = 200
 
     @override
-    def fit(self, samples: Samples, weights: Array, start: Any = None) -> tuple[Scores, Any]:
+    def fit(self, samples: Samples, weights: Array, start: Any = None) -> nn.Module:
         """The trained module, from the template or from an earlier fit."""
         model = copy.deepcopy(self.template if start is None else start).to(self.device).eval()
         split = Split(self.tensor(samples.x), torch.as_tensor(samples.y, device=self.device))
-        given = torch.as_tensor(weights, dtype=split.x.dtype, device=self.device)
+        given = torch.as_tensor(samples.averaging(weights), dtype=split.x.dtype, device=self.device)
         with Randomness(self.seed, self.device).scope(), suppress(RunError):
             fit(model, split, self.l2, 1e-3, given, steps=self.steps)
-        return lambda rows: self.scores(model, rows), model
+        return model
 
     def tensor(self, rows: Array) -> Tensor:
         """Rows in the dtype of the module, on its device."""
         dtype = next(self.template.parameters()).dtype
         return torch.as_tensor(rows, dtype=dtype, device=self.device)
 
-    @torch.no_grad()
+    @override
     def scores(self, model: nn.Module, rows: Array) -> Array:
-        """The scores of a module for rows."""
-        found: Array = model(self.tensor(rows)).double().cpu().numpy()
+        with torch.no_grad():
+            found: Array = model(self.tensor(rows)).double().cpu().numpy()
         return found
 
 
@@ -123,25 +149,27 @@ class Module(AbstractLearner):
 @dataclass(frozen=True)
 class Classifier(AbstractLearner):
     """A clone of a scikit-learn classifier; without support for sample_weight it is trained on believed samples
-    only.
+    only, repeated as often as each counts.
     """
 
     template: Any
 
     @override
-    def fit(self, samples: Samples, weights: Array, start: Any = None) -> tuple[Scores, Any]:
-        """The logarithms of its probabilities; classes it has not seen get probabilities of FLOOR."""
+    def fit(self, samples: Samples, weights: Array, start: Any = None) -> Any:
+        """A fitted clone."""
         model = clone(self.template)
         if has_fit_parameter(model, "sample_weight"):
-            model.fit(samples.x, samples.y, sample_weight=weights)
+            model.fit(samples.x, samples.y, sample_weight=samples.counted(weights))
         else:
             kept = samples.part(weights >= 0.5)
             kept = kept if len(np.unique(kept.y)) > 1 else samples
-            model.fit(kept.x, kept.y)
-        return lambda rows: self.scores(model, rows), model
+            often = np.ones(len(kept.y)) if kept.times is None else kept.times
+            model.fit(kept.x.repeat(often.astype(int), 0), kept.y.repeat(often.astype(int)))
+        return model
 
+    @override
     def scores(self, model: Any, rows: Array) -> Array:
-        """The scores of a fitted classifier for rows."""
+        """The logarithms of its probabilities; classes it has not seen get probabilities of FLOOR."""
         p = np.zeros((len(rows), self.classes))
         p[:, model.classes_.astype(int)] = model.predict_proba(rows)
         if not np.isfinite(p).all():
@@ -182,21 +210,25 @@ class CrossFitting:
     ) -> None:
         self.learner, self.samples, self.fold = learner, samples, fold
         self.trusted, self.trusted_fold = trusted, trusted_fold
-        self._starts: dict[int, Any] = {}
+        self.models: dict[int, Any] = {}
 
-    def scores(self, weights: Array) -> tuple[Array, Array]:
+    def scores(self, weights: Array, advance: Advance = lambda words: None) -> tuple[Array, Array]:
         """Out-of-fold scores of the samples, (N, C), and of the trusted ones, (M, C). A second call starts from the
         first.
+
+        Args:
+            weights: of the samples, (N,).
+            advance: told of each fold that is done.
         """
         classes = self.learner.classes
         found, trusted = np.zeros((len(self.fold), classes)), np.zeros((len(self.trusted_fold), classes))
-        for k in np.unique(self.fold):
+        for k in np.unique(self.fold).tolist():
             inside, believed = self.fold != k, self.trusted_fold != k
-            x = np.concatenate([self.samples.x[inside], self.trusted.x[believed]])
-            y = np.concatenate([self.samples.y[inside], self.trusted.y[believed]])
+            some = self.samples.part(inside).followed_by(self.trusted.part(believed))
             w = np.concatenate([weights[inside], np.ones(int(believed.sum()))])
-            scores, self._starts[k] = self.learner.fit(Samples(x, y), w, self._starts.get(k))
-            found[~inside] = scores(self.samples.x[~inside])
+            self.models[k] = model = self.learner.fit(some, w, self.models.get(k))
+            found[~inside] = self.learner.scores(model, self.samples.x[~inside])
             if not believed.all():
-                trusted[~believed] = scores(self.trusted.x[~believed])
+                trusted[~believed] = self.learner.scores(model, self.trusted.x[~believed])
+            advance(f"fold {k + 1}")
         return found, trusted

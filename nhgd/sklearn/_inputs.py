@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from sklearn.utils.validation import has_fit_parameter
 from torch import Tensor, nn
 
 from nhgd._randomness import Randomness
@@ -34,6 +35,17 @@ def check_model(model: Any) -> None:
         raise InputError(
             "LabelCleaner: model must be None, an nn.Module or a scikit-learn classifier with predict_proba, got"
             f" {model!r}."
+        )
+
+
+def check_counts(model: Any, counts: Array | None, trains: bool) -> None:
+    """Refuse weights of samples for a classifier that can take none, unless samples can be repeated instead."""
+    if counts is None or not trains or model is None or isinstance(model, nn.Module):
+        return
+    if not has_fit_parameter(model, "sample_weight") and not (counts == counts.round()).all():
+        raise InputError(
+            f"LabelCleaner: {type(model).__name__} takes no sample_weight, so samples can only be repeated: give whole"
+            " numbers, or choose another model."
         )
 
 

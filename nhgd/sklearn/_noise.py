@@ -68,6 +68,7 @@ def fit_noise(
     trusted_scores: Array | None = None,
     trusted_labels: Array | None = None,
     prior: float = 0.0,
+    times: Array | None = None,
 ) -> NoiseModel:
     """The sharpness and the transition under which given and trusted labels are most likely.
 
@@ -75,6 +76,7 @@ def fit_noise(
         scores, labels: of samples that the model was not trained on, (N, C), and their given labels, (N,).
         trusted_scores, trusted_labels: the same of trusted samples, which determine the sharpness alone.
         prior: the power of the sharpness that is its prior, where there are no trusted ones.
+        times: how often each sample counts, (N,); None: once.
 
     >>> rng = np.random.default_rng(0)
     >>> true = rng.integers(0, 2, 4000)
@@ -85,15 +87,17 @@ def fit_noise(
     """
     classes = scores.shape[1]
     part = slice(None, None, -(-len(labels) // MOST))
-    some, given = scores[part], labels[part]
-    transition = _shrunk(0.8 * np.eye(classes) * len(given) + 0.2 * len(given) / classes)
+    times = np.ones(len(labels)) if times is None else times
+    some, given, often = scores[part], labels[part], times[part]
+    total_given = float(often.sum())
+    transition = _shrunk(0.8 * np.eye(classes) * total_given + 0.2 * total_given / classes)
     anchored = trusted_scores is not None and trusted_labels is not None and len(trusted_labels) > 0
     transitions, total, trusted = [], np.zeros(len(SHARPNESSES)), np.zeros(len(SHARPNESSES))
     for i, sharpness in enumerate(SHARPNESSES):
         p = np.exp(_log_softmax(sharpness * some))
-        transition = _maximised(p, given, transition)
+        transition = _maximised(p, given, transition, often)
         transitions.append(transition)
-        total[i] = np.log((p * transition[:, given].T).sum(1) + TINY).sum()
+        total[i] = (often * np.log((p * transition[:, given].T).sum(1) + TINY)).sum()
         if trusted_scores is not None and trusted_labels is not None and anchored:
             trusted[i] = _log_softmax(sharpness * trusted_scores)[np.arange(len(trusted_labels)), trusted_labels].sum()
     total += trusted
@@ -103,14 +107,14 @@ def fit_noise(
     if len(some) < len(labels):
         for i in likely.tolist():
             p = np.exp(_log_softmax(SHARPNESSES[i] * scores))
-            transitions[i] = _maximised(p, labels, transitions[i])
+            transitions[i] = _maximised(p, labels, transitions[i], times)
     weights = evidence[likely] - _log_sum(evidence[None, likely])[0]
     kept = np.stack([transitions[i] for i in likely.tolist()])
     return NoiseModel(SHARPNESSES[likely], weights, kept, float(total[best]), float(trusted[best]))
 
 
-def _maximised(p: Array, labels: Array, transition: Array, steps: int = STEPS) -> Array:
-    given = np.eye(p.shape[1])[labels]
+def _maximised(p: Array, labels: Array, transition: Array, times: Array, steps: int = STEPS) -> Array:
+    given = np.eye(p.shape[1])[labels] * times[:, None]
     for _ in range(steps):
         joint = p * transition[:, labels].T
         joint /= joint.sum(1, keepdims=True) + TINY
@@ -129,7 +133,7 @@ def _shrunk(counts: Array) -> Array:
     return shrunk
 
 
-def threshold(log_odds: Array, allowed: Array) -> float:
+def threshold(log_odds: Array, allowed: Array, times: Array | None = None) -> float:
     """The log-odds of being wrong above which to suspect a label, so that the expected F1 is greatest.
 
         F1 of the n worst = 2 sum_{worst n} p_i / (n + sum_i p_i)
@@ -140,6 +144,7 @@ def threshold(log_odds: Array, allowed: Array) -> float:
     Args:
         log_odds: log P(wrong) / P(right) of every sample, (N,).
         allowed: which may be suspected, (N,).
+        times: how often each sample counts, (N,); None: once.
 
     >>> threshold(np.array([3.0, 2.0, -2.0, -3.0]), np.ones(4, dtype=bool))
     0.0
@@ -149,7 +154,9 @@ def threshold(log_odds: Array, allowed: Array) -> float:
     if not len(order):
         return float(max(log_odds.max(initial=0.0), 0.0)) + 1.0
     order = order[np.argsort(-log_odds[order], kind="stable")]
-    expected = 2 * np.cumsum(p[order]) / (np.arange(1, len(order) + 1) + p.sum())
+    times = np.ones(len(p)) if times is None else times
+    p = p * times
+    expected = 2 * np.cumsum(p[order]) / (np.cumsum(times[order]) + p.sum())
     last = int(expected.argmax())
     below = log_odds[allowed & (log_odds < log_odds[order[last]])]
     least = float(below.max()) if len(below) else float(log_odds[order[last]]) - 1.0

@@ -13,6 +13,24 @@ from nhgd.errors import InputError
 Array = np.ndarray[Any, Any]
 
 
+class NoTrustedSetWarning(UserWarning):
+    """Part of the noisy data was held out because no trusted set was given.
+
+    Attributes:
+        finding: which part, as a sentence; the message continues with the remedy.
+    """
+
+    def __init__(self, held_out: int, samples: int) -> None:
+        self.finding = (
+            f"No trusted set was given, so {held_out} of the {samples} samples were held out to judge the rest,"
+            " although their labels may be wrong."
+        )
+        super().__init__(
+            f"{self.finding} A few samples with correct labels, given as X_trusted and y_trusted, would"
+            " give better results."
+        )
+
+
 @dataclass(frozen=True)
 class Roles:
     """Indices of samples.
@@ -35,16 +53,22 @@ class Roles:
         return cls(guide, others[judge], others[evaluation] if len(evaluation) else others[judge])
 
     @classmethod
-    def held_out(cls, codes: Array, classes: Sequence[Any], part: float, random: Any) -> Roles:
+    def held_out(
+        cls, codes: Array, classes: Sequence[Any], part: float, random: Any, times: Array | None = None
+    ) -> Roles:
         """Hold out about this part of each class of noisily labelled samples, at least one sample each, to judge the
-        rest.
+        rest; `times`: how often each counts. A class of one sample that counts several times is not held out.
         """
         chosen = []
         for c, name in enumerate(classes):
             members = random.permutation(np.flatnonzero(codes == c))
-            if len(members) < 2:
+            if len(members) < 2 and (times is None or times[members].sum() < 2):
                 raise InputError(f"Class {name!r} has only one sample, so none can be held out. Give a trusted set.")
+            if len(members) < 2:
+                continue
             chosen.append(members[: max(1, round(part * len(members)))])
+        if not chosen:
+            raise InputError("All samples of a class are equal, in every class, so none can be held out.")
         found = np.sort(np.concatenate(chosen))
         evaluation, judge = halves(codes[found], random)  # the second half is never empty
         nobody = np.zeros(0, dtype=np.int64)

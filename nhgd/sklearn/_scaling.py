@@ -36,12 +36,18 @@ class Scaling:
     piece: int
 
     @classmethod
-    def of(cls, X: Array, piece: int) -> Scaling:
-        """Of the rows of X, in pieces."""
+    def of(cls, X: Array, piece: int, times: Array | None = None) -> Scaling:
+        """Of the rows of X, in pieces, each row as often as `times` says."""
         pieces = [slice(start, start + piece) for start in range(0, len(X), piece)]
+        total = len(X) if times is None else times.sum()
+
+        def counted(some: Array, rows: slice) -> Array:
+            found: Array = some.sum(0, dtype=np.float64) if times is None else times[rows] @ some
+            return found
+
         with np.errstate(over="ignore", invalid="ignore"):
-            center = sum(X[rows].sum(0, dtype=np.float64) for rows in pieces) / len(X)
-            deviation = np.sqrt(sum(np.square(X[rows] - center).sum(0) for rows in pieces) / len(X))
+            center = sum(counted(X[rows], rows) for rows in pieces) / total
+            deviation = np.sqrt(sum(counted(np.square(X[rows] - center), rows) for rows in pieces) / total)
         if not np.isfinite(deviation).all():
             raise InputError(
                 f"Feature {int(np.argmin(np.isfinite(deviation)))} of X holds numbers too large to compute with. Rescale it, or"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,53 +9,22 @@ import torch
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
-from torch import Tensor, nn
 
+from nhgd._progress import bar
 from nhgd._validation import check_settings, counted, not_negative
 from nhgd.data.device import usable_device
 from nhgd.errors import InputError
-from nhgd.sklearn._cross_fitting import (
-    AbstractLearner,
-    Classifier,
-    CrossFitting,
-    Linear,
-    Module,
-    Samples,
-    folds,
-    log_probabilities,
-)
-from nhgd.sklearn._inputs import check_model, probabilities, template_of
-from nhgd.sklearn._learnt_weights import LearntWeights, Parts, learn_weights
-from nhgd.sklearn._member import MIDDLE, Member, cross_fitted, member_of
-from nhgd.sklearn._noise import averaged, threshold, wrong_log_odds
-from nhgd.sklearn._roles import Roles
+from nhgd.sklearn._cross_fitting import Classifier, Linear, Module, Samples, log_probabilities
+from nhgd.sklearn._distinct import Distinct, sample_weights
+from nhgd.sklearn._inputs import check_counts, check_model, probabilities
+from nhgd.sklearn._member import member_of, panel
+from nhgd.sklearn._noise import threshold, wrong_log_odds
+from nhgd.sklearn._roles import NoTrustedSetWarning as NoTrustedSetWarning
 from nhgd.sklearn._scaling import Scaling
 from nhgd.sklearn._scaling import TrustedScaleWarning as TrustedScaleWarning
-from nhgd.task._classifier import Split, softmax_classifier
+from nhgd.sklearn._training import LAST, Training
 
 Array = np.ndarray[Any, Any]
-RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
-FEW_RIDGES = (1e-3, 1e-2)  # for slow fits; with many samples the ridge matters less
-LARGE = 20_000_000  # samples times features times classes
-FOLDS = 5
-
-
-class NoTrustedSetWarning(UserWarning):
-    """Part of the noisy data was held out because no trusted set was given.
-
-    Attributes:
-        finding: which part, as a sentence; the message continues with the remedy.
-    """
-
-    def __init__(self, held_out: int, samples: int) -> None:
-        self.finding = (
-            f"No trusted set was given, so {held_out} of the {samples} samples were held out to judge the rest,"
-            " although their labels may be wrong."
-        )
-        super().__init__(
-            f"{self.finding} A few samples with correct labels, given as X_trusted and y_trusted, would"
-            " give better results."
-        )
 
 
 class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
@@ -148,7 +114,15 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         self.verbose = verbose
         self.random_state = random_state
 
-    def fit(self, X: Any, y: Any, X_trusted: Any = None, y_trusted: Any = None, pred_probs: Any = None) -> LabelCleaner:
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        X_trusted: Any = None,
+        y_trusted: Any = None,
+        pred_probs: Any = None,
+        sample_weight: Any = None,
+    ) -> LabelCleaner:
         """Learn which labels to trust, and train a model on them.
 
         Args:
@@ -156,23 +130,33 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             X_trusted, y_trusted: samples with correct labels, of every class.
             pred_probs: probabilities of the classes, sorted, for every sample, (N, C), by a model that was not trained on it
                 (out of fold). Suspects are then found from these alone; a trusted set is refused.
+            sample_weight: how often each sample counts, (N,): 2 is a sample that was given twice, and 0 one that is not
+                there, though its label is scored all the same.
         """
         self._check_settings()
         X, y = validate_data(self, X, y, dtype="numeric")
         check_classification_targets(y)
-        self.classes_, codes = np.unique(y, return_inverse=True)
+        counts = sample_weights(sample_weight, len(y))
+        self.classes_ = np.unique(y if counts is None else y[counts > 0])
         if len(self.classes_) < 2:
             raise InputError("LabelCleaner needs labels of at least two classes, but y has one class only.")
+        codes = self._codes(y, "Labels of samples with a weight of 0")
         if (X_trusted is None) != (y_trusted is None):
             raise InputError("Give X_trusted and y_trusted together, or neither.")
         if pred_probs is not None and X_trusted is not None:
             raise InputError(
                 "Give pred_probs or a trusted set, not both: pred_probs has no predictions for the trusted samples."
             )
+        given = None
+        if pred_probs is not None:
+            given = log_probabilities(probabilities(pred_probs, (len(y), len(self.classes_))))
+        check_counts(self.model, counts, given is None)
         random = check_random_state(self.random_state)
         seed = int(random.randint(2**31 - 1))
-        self._scaling = Scaling.of(X, self.batch_size)
-        rows = self._scaling.tensor(X, self.device)
+        distinct = Distinct.of(counts, X, codes, *([] if given is None else [given]))
+        samples = Samples(distinct.part(X), distinct.part(codes), distinct.times)
+        self._scaling = Scaling.of(samples.x, self.batch_size, samples.times)
+        rows = self._scaling.tensor(samples.x, self.device)
         if X_trusted is None:
             trusted = Samples(np.zeros((0, X.shape[1])), np.zeros(0, dtype=np.int64))
             trusted_rows = rows[:0]
@@ -181,17 +165,38 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             self._scaling.compare(trusted.x)
             trusted_rows = self._scaling.tensor(trusted.x, self.device)
         self.history_: list[Any] = []
-        if pred_probs is not None:
-            members = [member_of(log_probabilities(probabilities(pred_probs, (len(y), len(self.classes_)))), codes)]
+        with bar("Finding wrong labels", None if self.verbose is None else bool(self.verbose)) as tick:
+            training = Training(self, self.classes_, samples, rows, trusted, trusted_rows, random, seed, tick)
+            if given is not None:
+                members = [member_of(distinct.part(given), samples.y, samples.times)]
+            else:
+                members = training.members()
+            self._panel = panel(members, len(trusted.y) > 0)
+            posterior, guess = self._panel.joint([m.log_prior for m in members], [m.log_posterior for m in members])
+            scores = wrong_log_odds(posterior, samples.y)
+            self.threshold_: float = threshold(scores, guess != samples.y, samples.times)
+            suspect = (scores > self.threshold_) & (guess != samples.y)
+            tick(LAST, "the model without the suspects")
+            self._learner, fitted = training.final(members, suspect)
+            tick(1.0, "done")
+        if isinstance(self._learner, Linear):
+            self.coef_: Array = fitted[:-1].T
+            self.intercept_: Array = fitted[-1]
         else:
-            members = self._members(X, rows, codes, trusted, trusted_rows, random, seed)
-        suspect, predicted = self._judge(members, codes, len(trusted.y) > 0)
-        samples = self._features(X, rows, codes, members[0].learner)
-        believed = self._features(trusted.x, trusted_rows, trusted.y, members[0].learner)
-        self._fit_final(members, samples, believed, suspect)
-        if pred_probs is None:
-            predicted = self._decide(self._scores(X))
-        self._conclude(suspect, predicted, codes)
+            self.model_: Any = fitted
+        if (learnt := training.learnt) is not None:
+            self.history_ = learnt.history
+            self.weighting_: tuple[float, float] = (float(learnt.v[0]), float(learnt.v[1]))
+            self.selected_step_: int = learnt.step
+        self.noise_matrix_: Array = self._panel.noise_matrix
+        posterior, guess = distinct.spread(posterior), distinct.spread(guess)
+        if (absent := distinct.absent).any():
+            some = None if given is None else given[absent]
+            posterior[absent], guess[absent] = self._opinion(X[absent], codes[absent], some)
+        self.label_probabilities_: Array = np.exp(posterior)
+        self.scores_: Array = wrong_log_odds(posterior, codes)
+        predicted = self._decide(self._scores(X)) if given is None else self.classes_[guess]
+        self._conclude((self.scores_ > self.threshold_) & (guess != codes), predicted, codes)
         return self
 
     def _check_settings(self) -> None:
@@ -204,90 +209,6 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             if not 0 < value <= most:
                 raise InputError(f"LabelCleaner: {name} must be above 0 and at most {most}, got {value!r}.")
         check_model(self.model)
-
-    def _members(
-        self,
-        X: Array,
-        rows: Tensor,
-        codes: Array,
-        trusted: Samples,
-        trusted_rows: Tensor,
-        random: Any,
-        seed: int,
-    ) -> list[Member]:
-        """Learn weights by hypergradients, and cross-fit every learner under them."""
-        learners = self._learners(rows, seed)
-        robust = not len(trusted.y)
-        if robust:
-            roles = Roles.held_out(codes, self.classes_.tolist(), self.held_out, random)
-            warnings.warn(NoTrustedSetWarning(roles.count, len(codes)), stacklevel=3)
-        else:
-            roles = Roles.of_trusted(trusted.y, random)
-        samples = self._features(X, rows, codes, learners[0])
-        believed = self._features(trusted.x, trusted_rows, trusted.y, learners[0])
-        fold, trusted_fold = folds(codes, FOLDS, random), folds(trusted.y, FOLDS, random)
-        fitting = [CrossFitting(learner, samples, fold, believed, trusted_fold) for learner in learners]
-        model: nn.Module = softmax_classifier(rows, len(self.classes_))
-        if isinstance(learners[0], Module):
-            model = copy.deepcopy(learners[0].template).to(self.device).eval()
-        elif isinstance(learners[0], Classifier):
-            rows, trusted_rows = _standardised(*fitting[0].scores(np.ones(len(codes))), like=rows)
-            model = softmax_classifier(rows, len(self.classes_))
-        y, trusted_y = (torch.as_tensor(labels, device=self.device) for labels in (codes, trusted.y))
-        noisy, other = Split(rows, y), Split(trusted_rows, trusted_y)
-        source = noisy if robust else other
-        kept = roles.others(len(codes)) if robust else slice(None)
-        judge, evaluation = _part(source, roles.judge), _part(source, roles.evaluation)
-        parts = Parts(_part(noisy, kept), _part(other, roles.guide), judge, evaluation, robust)
-        learnt = self._learn(model, parts, seed)
-        weights = learnt.of(noisy)
-        return [cross_fitted(one, weights) for one in fitting]
-
-    def _learn(self, model: nn.Module, parts: Parts, seed: int) -> LearntWeights:
-        learnt = learn_weights(
-            model,
-            parts,
-            MIDDLE if self.l2 is None else max(self.l2, 1e-6),
-            self.robustness,
-            self.steps,
-            self.inner_steps,
-            self.batch_size,
-            seed,
-            None if self.verbose is None else bool(self.verbose),
-        )
-        self.history_ = learnt.history
-        self.weighting_: tuple[float, float] = (float(learnt.v[0]), float(learnt.v[1]))
-        self.selected_step_: int = learnt.step
-        return learnt
-
-    def _learners(self, rows: Tensor, seed: int) -> list[AbstractLearner]:
-        """The learners to cross-fit: the model, or linear ones with several ridges."""
-        classes = len(self.classes_)
-        if isinstance(self.model, nn.Module):
-            device, l2 = torch.device(self.device), MIDDLE if self.l2 is None else max(self.l2, 1e-6)
-            return [Module(classes, template_of(self.model, rows, classes, device, seed), l2, device, seed)]
-        if self.model is not None:
-            return [Classifier(classes, self.model)]
-        if self.l2 is not None:
-            return [Linear(classes, max(self.l2, 1e-6))]
-        return [Linear(classes, l2) for l2 in (RIDGES if rows.numel() * classes <= LARGE else FEW_RIDGES)]
-
-    def _features(self, X: Array, rows: Tensor, codes: Array, learner: AbstractLearner | None) -> Samples:
-        """Samples as a learner takes them: as they are for a classifier of scikit-learn's, else standardised."""
-        return Samples(X if isinstance(learner, Classifier) else rows.double().cpu().numpy(), codes)
-
-    def _judge(self, members: list[Member], codes: Array, anchored: bool) -> tuple[Array, Array]:
-        """Whom to suspect by all members together, (N,), and the class they would give each sample, (N,)."""
-        # The likelihood of noisy labels rewards fitting wrong ones; that of trusted labels does not.
-        trust = np.array([member.noise.trusted_log_likelihood if anchored else 0.0 for member in members])
-        posterior = averaged([member.log_posterior for member in members], trust)
-        guess = averaged([member.log_prior for member in members], trust).argmax(1)
-        self.noise_matrix_: Array = np.exp(averaged([np.log(member.noise.transition) for member in members], trust))
-        self.label_probabilities_: Array = np.exp(posterior)
-        self.scores_: Array = wrong_log_odds(posterior, codes)
-        self.threshold_: float = threshold(self.scores_, guess != codes)
-        suspect: Array = (self.scores_ > self.threshold_) & (guess != codes)
-        return suspect, self.classes_[guess]
 
     def _conclude(self, suspect: Array, predicted: Array, codes: Array) -> None:
         """Drop suspects that the cleaned model would label the same, and set the attributes of the others."""
@@ -303,30 +224,69 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
 
     def _trusted(self, X: Any, y: Any) -> Samples:
         X, y = validate_data(self, X, y, dtype=np.float64, reset=False)
-        unknown = np.setdiff1d(y, self.classes_)
-        if len(unknown):
-            raise InputError(f"The trusted set contains labels that y does not: {unknown[:5].tolist()}.")
-        codes = np.searchsorted(self.classes_, y)
+        codes = self._codes(y, "The trusted set contains labels")
         counts = np.bincount(codes, minlength=len(self.classes_))
         if (counts < 2).any():
             short = self.classes_[counts < 2][:5].tolist()
             raise InputError(f"The trusted set needs at least two samples of every class; too few of {short}.")
         return Samples(X, codes)
 
-    def _fit_final(self, members: list[Member], samples: Samples, trusted: Samples, suspect: Array) -> None:
-        """A model from every sample that is believed, trusted ones with weight 1."""
-        best = max(members, key=lambda member: member.first_log_likelihood).learner
-        everything = Samples(np.concatenate([samples.x, trusted.x]), np.concatenate([samples.y, trusted.y]))
-        kept = np.concatenate([(~suspect).astype(float), np.ones(len(trusted.y))])
-        if isinstance(best, Linear):
-            best = replace(best, steps=500)
-        self._learner = best
-        _, fitted = best.fit(everything, kept)
-        if isinstance(best, Linear):
-            self.coef_: Array = fitted[:-1].T
-            self.intercept_: Array = fitted[-1]
-        else:
-            self.model_: Any = fitted
+    def _codes(self, y: Array, whose: str) -> Array:
+        """The class of each label, as its place among all."""
+        unknown = np.setdiff1d(y, self.classes_)
+        if len(unknown):
+            raise InputError(f"{whose} that y does not: {unknown[:5].tolist()}.")
+        found: Array = np.searchsorted(self.classes_, y)
+        return found
+
+    def label_scores(self, X: Any, y: Any, pred_probs: Any = None) -> Array:
+        """The log-odds that each label of new samples is wrong, (N,), on the scale of `scores_` and `threshold_`.
+
+        New samples are scored by the cross-fitted models, by the mean of what they say; a sample of the training set gets a
+        similar score, but by models that have seen its label, so use `scores_` for those.
+
+        Args:
+            X, y: the samples, (N, P), and their labels, (N,).
+            pred_probs: probabilities of their classes, (N, C), where `fit` was given some.
+        """
+        X, codes, given = self._new(X, y, pred_probs)
+        return wrong_log_odds(self._opinion(X, codes, given)[0], codes)
+
+    def relabel(self, X: Any, y: Any, pred_probs: Any = None) -> Array:
+        """The labels of new samples, (N,), those that are suspect replaced by the class that `predict` gives.
+
+        A label is suspect as in training: its score is above `threshold_`, and the models call the sample something else.
+        """
+        X, codes, given = self._new(X, y, pred_probs)
+        posterior, guess = self._opinion(X, codes, given)
+        predicted = self._decide(self._scores(X)) if given is None else self.classes_[guess]
+        suspect = (wrong_log_odds(posterior, codes) > self.threshold_) & (guess != codes)
+        found: Array = np.where(suspect, predicted, self.classes_[codes])
+        return found
+
+    def _new(self, X: Any, y: Any, pred_probs: Any) -> tuple[Array, Array, Array | None]:
+        """New samples with the places of their labels, and log-probabilities if the cleaner works on these."""
+        check_is_fitted(self, "weights_")
+        X, y = validate_data(self, X, y, dtype=np.float64, reset=False)
+        codes = self._codes(y, "The samples to score have labels")
+        wanted = not self._panel.judges[0].models
+        if wanted != (pred_probs is not None):
+            raise InputError(
+                "This LabelCleaner was fitted with pred_probs, so it needs those of new samples too."
+                if wanted
+                else "This LabelCleaner was fitted without pred_probs, so it takes none for new samples."
+            )
+        if not wanted:
+            return X, codes, None
+        return X, codes, log_probabilities(probabilities(pred_probs, (len(y), len(self.classes_))))
+
+    def _opinion(self, X: Array, codes: Array, given: Array | None) -> tuple[Array, Array]:
+        """The log-posterior of samples that no model was trained on, (N, C), and the class of each by the panel, (N,)."""
+        if given is not None:
+            return self._panel.opinion([given], codes)
+        raw = isinstance(self._panel.judges[0].learner, Classifier)
+        rows = X if raw else self._scaling.scaled(X)
+        return self._panel.opinion([judge.scores(rows) for judge in self._panel.judges], codes)
 
     def decision_function(self, X: Any) -> Array:
         """Class scores, (N, C); for two classes the score of the second over the first, (N,)."""
@@ -363,17 +323,3 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         scores = np.exp(scores - scores.max(1, keepdims=True))
         found: Array = scores / scores.sum(1, keepdims=True)
         return found
-
-
-def _standardised(scores: Array, trusted: Array, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores as features of a linear model."""
-    center, deviation = scores.mean(0), scores.std(0)
-    scale = np.where(deviation > 0, deviation, 1.0)
-    found, other = (
-        torch.as_tensor((z - center) / scale, dtype=like.dtype, device=like.device) for z in (scores, trusted)
-    )
-    return found, other
-
-
-def _part(split: Split, which: Any) -> Split:
-    return Split(split.x[which], split.y[which])

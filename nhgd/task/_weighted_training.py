@@ -64,9 +64,10 @@ class WeightedTraining:
         samples = self.samples
         return samples.x, samples.y, torch.arange(len(samples.y), device=samples.y.device)
 
-    def step_size(self) -> float:
-        """The inverse of the largest curvature that a linear model can have."""
-        return 1.0 / max(largest_curvature(self.samples.x, steps=20), 1e-6)
+    def step_size(self, times: Tensor | None = None) -> float:
+        """The inverse of the largest curvature that a linear model can have; `times`: the largest weight of each sample."""
+        x = self.samples.x if times is None else self.samples.x * times.to(self.samples.x.dtype).sqrt()[:, None]
+        return 1.0 / max(largest_curvature(x, steps=20), 1e-6)
 
     def problem(self, outer: Callable[[nn.Module, Any, Any], Tensor]) -> Bilevel:
         """The bilevel problem, inner batches (x, y, index), with a loss that judges the model."""
