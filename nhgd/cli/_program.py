@@ -61,6 +61,10 @@ COMMANDS = {
         "clean",
         "Find mislabelled rows. --out has every row in its order, with weight, suspect, suggested_label and wrong_score added.",
     ),
+    "distill": Command(
+        "distill",
+        "Learn a few images for each class such that a model trained on them alone does well, and measure how well.",
+    ),
     "data": Command("data", "Download image sets."),
 }
 

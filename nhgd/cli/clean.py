@@ -67,7 +67,10 @@ def clean(
     separator = separator_called(sep)
     door = _door()
     cleaner = door.LabelCleaner(
-        steps=steps, random_state=checked_seed(seed) % 2**32, device=str(device_called(device)), verbose=None
+        steps=steps,
+        random_state=checked_seed(seed) % 2**32,
+        device=str(device_called(device)),
+        verbose=None if as_json else True,
     )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -309,7 +312,14 @@ def _tell(answer: dict[str, Any], rows: Table, label: str, cleaner: Any) -> None
     )
     if answer["worst"]:
         out.print()
-        listed = table("the worst", "row", "label", "suggested", "wrong_score", left=3)
+        listed = table(
+            "the worst (wrong_score: the log-odds that the label is wrong)",
+            "row",
+            "label",
+            "suggested",
+            "wrong_score",
+            left=3,
+        )
         for row in answer["worst"]:
             score = f"{cleaner.scores_[row - 1]:.3g}"
             listed.add_row(str(row), rows.column(label)[row - 1], str(cleaner.suggested_labels_[row - 1]), score)
