@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -170,6 +171,16 @@ def test_all_that_is_wrong_with_two_tables_is_said_at_once():
     ]
     assert len(found) == len(expected)
     assert all(words in sentence for words, sentence in zip(expected, found, strict=True)), found
+
+
+def test_the_page_about_cleaning_shows_what_is_printed():
+    page = Path(__file__).parents[1].joinpath("docs/cleaning.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```text\n(Error: .*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    train, trusted = [list(row) for row in TRAIN], [list(row) for row in TRUSTED]
+    train[2] += ["x"]
+    train[8] += ["x"]
+    train[11][3], trusted[4][0] = "", "x"
+    assert invoke(*clean(text(train), text(trusted))).stderr == shown
 
 
 def test_a_file_that_cannot_be_read_does_not_hide_the_other():
