@@ -336,9 +336,9 @@ def test_the_bar_moves_through_the_whole_fit(monkeypatch):
     assert done[-1] == 1.0
     assert max(np.diff([0.0, *done])) < 0.05
     words = [word for _, word in seen]
-    assert words[2] == "weights of samples, outer step 3 of 3"
-    assert words[3] == "model 1 of 4, round 1 of 3, fold 1"
-    assert words[-3] == "model 4 of 4, round 3 of 3, fold 5"
+    assert words[2] == "weights, step 3/3"
+    assert words[3] == "model 1/4, round 1/3, fold 1"
+    assert words[-3] == "model 4/4, round 3/3, fold 5"
 
 
 class Named(np.ndarray):

@@ -313,7 +313,7 @@ def _tell(answer: dict[str, Any], rows: Table, label: str, cleaner: Any) -> None
     if answer["worst"]:
         out.print()
         listed = table(
-            "the worst (wrong_score: the log-odds that the label is wrong)",
+            "the worst",
             "row",
             "label",
             "suggested",
@@ -325,7 +325,9 @@ def _tell(answer: dict[str, Any], rows: Table, label: str, cleaner: Any) -> None
             listed.add_row(str(row), rows.column(label)[row - 1], str(cleaner.suggested_labels_[row - 1]), score)
         out.print(listed)
         out.print(_classes(answer["by_class"]))
-    out.print(f"\nEvery row, with its weight, score and a suggested label: {answer['out']}")
+    out.print(
+        f"\nEvery row, with its weight, wrong_score (the log-odds that its label is wrong) and a suggested label:\n{answer['out']}"
+    )
     if answer["cleaned"] is not None:
         out.print(f"The cleaned table: {answer['cleaned']}")
 

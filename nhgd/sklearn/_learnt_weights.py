@@ -165,7 +165,7 @@ def learn_weights(
                 number=evaluations[0],
             )
         if evaluations[0]:
-            advance(f"weights of samples, outer step {evaluations[0]} of {steps}")
+            advance(f"weights, step {evaluations[0]}/{steps}")
         evaluations[0] += 1
         return {"evaluation_loss": value}
 

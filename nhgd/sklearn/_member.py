@@ -97,7 +97,7 @@ def cross_fitted(fitting: CrossFitting, weights: Array, advance: Advance) -> Mem
     codes = samples.y
     first = None
     for left in reversed(range(1 + ROUNDS)):
-        of_round = partial(_told, advance, f"round {1 + ROUNDS - left} of {1 + ROUNDS}")
+        of_round = partial(_told, advance, f"round {1 + ROUNDS - left}/{1 + ROUNDS}")
         scores, trusted_scores = fitting.scores(weights, of_round)
         noise = fit_noise(scores, codes, trusted_scores, trusted, SHARPER if left else 0.0, samples.times)
         posterior = noise.log_posterior(scores, codes)

@@ -95,7 +95,7 @@ class Training:
         self.learnt = self._learn(model, parts, stages)
         weights = self.learnt.of(noisy)
         return [
-            cross_fitted(one, weights, stages.within(f"model {i} of {len(fitting)}"))
+            cross_fitted(one, weights, stages.within(f"model {i}/{len(fitting)}"))
             for i, one in enumerate(fitting, start=1)
         ]
 
