@@ -114,6 +114,7 @@ def pages() -> dict[str, dict[str, str]]:
         "docs/cleaning.md": {
             "presets": "\n".join(cleaning_presets.table(presets["runs"])),
             "cleanlab": "\n".join(cleaner.table(cleanlab)),
+            "cleanlab-small": "\n".join(cleaner.small_table(cleanlab)),
             "cleaner-steps": "\n".join(cleaner.steps_table(cleanlab)),
         },
         "docs/methods.md": {"zoo": zoo()},
