@@ -113,7 +113,7 @@ def test_every_class_is_spread_over_the_folds():
 def test_a_linear_model_is_at_its_minimum():
     rng = np.random.default_rng(0)
     x, y, w = rng.normal(size=(50, 4)), rng.integers(0, 3, 50), rng.random(50)
-    _, theta = Linear(3, 1e-2, steps=500).fit(Samples(x, y), w)
+    theta = Linear(3, 1e-2, steps=500).fit(Samples(x, y), w)
     leaf = torch.tensor(theta, requires_grad=True)
     z = torch.tensor(x) @ leaf[:-1] + leaf[-1]
     losses = torch.nn.functional.cross_entropy(z, torch.tensor(y), reduction="none")
