@@ -29,7 +29,7 @@ from nhgd.errors import InputError
 from nhgd.execution import AbstractExecutor
 from nhgd.loop.settings import OptimizerFactory, Projection
 from nhgd.problem import Bilevel
-from nhgd.schedule import Rate
+from nhgd.schedule import Learnt, Rate
 from nhgd.stop import AbstractStop, Run, Spent, chosen
 
 
@@ -43,7 +43,8 @@ class Solver:
         inner_data, outer_data: `nhgd.Data`, DataLoaders, or lists of batches; iterated over repeatedly.
         method: a name such as "nhgd" or "aid-cg", or an algorithm object.
         inner_steps: inner steps for each outer step.
-        inner_lr, outer_lr: step sizes: numbers (default 0.1 and 0.01), functions of the outer step, or schedules.
+        inner_lr, outer_lr: step sizes: numbers (default 0.1 and 0.01), functions of the outer step, or schedules. The
+            methods `itd` and `truncated` also learn an inner_lr: `nhgd.schedule.Learnt(function of v)`.
         inner_optimizer, outer_optimizer: any torch optimiser: a class, a factory of parameters, or an instance.
         project: the radius R of the ball theta is kept in, or a function that changes theta in place.
         project_v: the box (low, high) v is kept in, or a function that changes v in place.
@@ -83,7 +84,7 @@ class Solver:
         outer_data: Iterable[Batch],
         method: str | AbstractAlgorithm = "nhgd",
         inner_steps: int = 10,
-        inner_lr: Rate | None = None,
+        inner_lr: Rate | Learnt | None = None,
         outer_lr: Rate | None = None,
         inner_optimizer: OptimizerFactory | None = None,
         outer_optimizer: OptimizerFactory | None = None,

@@ -15,6 +15,7 @@ from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError, RunError
 from nhgd.execution import AbstractExecutor
 from nhgd.problem import Bilevel
+from nhgd.schedule import Learnt
 
 
 def start(
@@ -31,6 +32,7 @@ def start(
     """Lock the checkpoint folder, check the first batches, choose the threads and initialise the method."""
     with randomness.scope(), without_autocast():
         try:
+            _refuse_learnt_rate(settings, algorithm)
             checkpoints.claim(problem.theta)
             loop = Loop(problem, inner_data, outer_data, settings, executor, algorithm.online)
             captured.begin(algorithm, loop)
@@ -55,9 +57,18 @@ def _look_at_first_batches(loop: Loop) -> None:
     problem = loop.problem
     inner_batch = loop.inner.peek()
     with threads.measuring(problem.theta.device) as measured:
-        problem.validate(inner_batch, loop.outer.peek())
+        problem.validate(inner_batch, loop.outer.peek(), loop.learnt_rate)
     work = largest(loop.inverse, problem.theta, common_length(inner_batch) or 1, loop.settings.inner_steps)
     loop.choose_threads(threads.suited(max(measured.flops, work), problem.theta.device))
+
+
+def _refuse_learnt_rate(settings: LoopSettings, algorithm: AbstractAlgorithm) -> None:
+    """A hypergradient that takes theta for the inner optimum would leave the step size as it is."""
+    if isinstance(settings.inner_lr, Learnt) and not algorithm.unrolls:
+        raise InputError(
+            f"The method {algorithm.name} takes theta for the inner optimum, which depends on no step size, so it cannot"
+            " learn inner_lr. Use method='itd' or 'truncated', which differentiate the inner steps, or pass a number."
+        )
 
 
 def refuse_idle(executor: AbstractExecutor, algorithm: AbstractAlgorithm) -> None:

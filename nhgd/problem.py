@@ -28,6 +28,7 @@ from nhgd.errors import InputError
 from nhgd.likelihood import AbstractLikelihood
 from nhgd.likelihood import resolve as resolve_likelihood
 from nhgd.losses import InnerResult, Losses, as_losses, uneven
+from nhgd.schedule import Learnt
 from nhgd.variable import Given, Variable
 
 LARGEST = sys.float_info.max
@@ -181,6 +182,11 @@ class Bilevel:
         """The inner objective on a batch, ridge included."""
         return self.losses(batch, theta, v).mean() + self.ridge(theta, v)
 
+    def rate(self, learnt: Learnt) -> Tensor:
+        """A learnt inner step size at the current v, with its graph."""
+        with self.v.view() as v_given, user_autocast():
+            return learnt.at(v_given)
+
     def sizes(self, batches: Sequence[Batch]) -> list[int]:
         """The weights of several batches: their numbers of samples. If a batch does not show it, its losses do."""
         found = [common_length(batch) for batch in batches]
@@ -263,8 +269,12 @@ class Bilevel:
                 " instead of (x, y)."
             ) from error
 
-    def validate(self, inner_batch: Batch, outer_batch: Batch) -> None:
-        """Evaluate both functions once and refuse, with a sentence, what no method could work with."""
+    def validate(self, inner_batch: Batch, outer_batch: Batch, rate: Learnt | None = None) -> None:
+        """Evaluate both functions once and refuse, with a sentence, what no method could work with.
+
+        Args:
+            rate: the inner step size, if v enters there too.
+        """
         self.refuse_inference()
         for name, batch in (("inner", inner_batch), ("outer", outer_batch)):
             bad = first_bad(batch)
@@ -277,7 +287,7 @@ class Bilevel:
             data = losses.mean()
             # Without the ridge, which always depends on theta.
             in_theta = _gradients(data, self.theta.leaves)
-            in_v = _gradients(data + self.ridge(), self.v.leaves)
+            in_v = _gradients(data + self.ridge() + (0.0 if rate is None else self.rate(rate)), self.v.leaves)
             value = self._on("outer", outer_batch, self.outer_value)
             if not bool(torch.isfinite(value)):
                 raise InputError(f"The outer loss is {value.item()} at the starting point.")

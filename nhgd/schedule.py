@@ -7,8 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -154,9 +155,55 @@ class ByStep(Schedule):
 
     @override
     def rate(self, clock: Clock) -> float:
-        lr = float(self.function(clock.k))
+        try:
+            lr = float(self.function(clock.k))
+        except (TypeError, AttributeError, IndexError) as error:
+            raise InputError(
+                f"A step size given as a function is called with the outer step, a whole number, and failed on {clock.k}:"
+                f" {type(error).__name__}: {error}. For a function of v, pass inner_lr=nhgd.schedule.Learnt(function)."
+            ) from error
         positive("A step size", lr=lr)
         return lr
+
+
+@final
+@dataclass(frozen=True)
+class Learnt(Validated):
+    """An inner step size as a function of v, for methods that differentiate the inner steps: `itd` and `truncated`.
+
+        theta_{t+1} = theta_t - function(v) grad_theta l(v, theta_t),      d/dv through both factors
+
+    The hypergradient knows no more than the inner steps of one outer step. Where theta continues from one outer step to the
+    next, it favours step sizes that pay within that time. `ITD(warm_start=False)` begins each inner loop at the first theta,
+    so that the step size is learnt for a whole training run.
+
+    Args:
+        function: of v, as the problem's functions receive it, with a result above 0 and one element, such as
+            `lambda v: v["log_lr"].exp()`.
+
+    >>> Learnt(lambda v: v.exp()).at(torch.zeros(1, requires_grad=True)).item()
+    1.0
+    """
+
+    function: Callable[[Any], Tensor]
+
+    def at(self, v: Any) -> Tensor:
+        """The step size at a v, 0-dimensional, with its graph."""
+        rate = self.function(v)
+        if not isinstance(rate, Tensor) or rate.numel() != 1:
+            kind = f"shape {tuple(rate.shape)}" if isinstance(rate, Tensor) else f"type {type(rate).__name__}"
+            raise InputError(f"The function of a learnt inner_lr must return a tensor with one element, not {kind}.")
+        if torch.is_grad_enabled() and not rate.requires_grad:
+            raise InputError(
+                "The learnt inner_lr does not depend on v, so it would never change. Use the v that the function receives,"
+                " without .detach() or .item(), or pass a number."
+            )
+        if not 0 < rate.item() < float("inf"):
+            raise InputError(
+                f"The learnt inner_lr is {rate.item():.3g} at the current v; it must be above 0 and finite. Pass it through"
+                " exp() or softplus(), keep v in a box with project_v=(low, high), or lower outer_lr."
+            )
+        return rate.reshape(())
 
 
 def as_schedule(rate: Rate, name: str) -> Schedule:
@@ -167,8 +214,8 @@ def as_schedule(rate: Rate, name: str) -> Schedule:
         return ByStep(rate)
     if isinstance(rate, Tensor) and rate.requires_grad:
         raise InputError(
-            f"{name} is a tensor that carries a gradient, but step sizes are not learnt. Pass float({name}), or a"
-            " function of the outer step."
+            f"{name} is a tensor that carries a gradient, which would be lost. Pass float({name}), or for an inner_lr that"
+            " is learnt nhgd.schedule.Learnt(function of v)."
         )
     if isinstance(rate, Tensor) and rate.ndim == 0:
         rate = float(rate)

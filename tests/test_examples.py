@@ -38,7 +38,14 @@ def hyperparameters(said):
     assert min(losses[1:]) < losses[0]  # on validation data; what many ridges do on test data is another matter
 
 
-PROMISES = {check.__name__: check for check in (own_problem, clean_csv, hyperparameters)}
+def learning_rate(said):
+    *grid, (rate, loss) = [(row[0], row[2]) for row in numbers(r"^ +([\d.]+) +(\S+) +([\d.]+) +[\d.]+ +[\d.]+", said)]
+    assert len(grid) == 6
+    assert rate > 10 * grid[0][0]  # the first of the grid is where it began
+    assert loss < min(loss for _, loss in grid)
+
+
+PROMISES = {check.__name__: check for check in (own_problem, clean_csv, hyperparameters, learning_rate)}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

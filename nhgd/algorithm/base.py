@@ -19,6 +19,7 @@ class AbstractAlgorithm(Validated, ABC):
 
     name: ClassVar[str]
     plain: ClassVar[bool] = False  # whether it takes plain gradient steps on theta instead of the task's optimiser
+    unrolls: ClassVar[bool] = False  # whether it differentiates the inner steps, and with them a learnt size of theirs
 
     @property
     def not_repeatable(self) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ class ITD(AbstractAlgorithm):
 
         S_n = eta sum_{t<n} (I - eta H)^t = (I - (I - eta H)^n) H^{-1}
 
-    so the method ends near the solution, the closer the longer it differentiates.
+    so the method ends near the solution, the closer the longer it differentiates. eta may be a function of v too,
+    `inner_lr=nhgd.schedule.Learnt(function)`, and is learnt by its part in the differentiated steps.
 
     Args:
         truncate: differentiate only this many last steps; None, or more than there are: all of them.
@@ -56,6 +57,7 @@ class ITD(AbstractAlgorithm):
 
     name: ClassVar[str] = "itd"
     plain: ClassVar[bool] = True
+    unrolls: ClassVar[bool] = True
     truncate: int | None = None
     warm_start: bool = True
 
@@ -87,6 +89,10 @@ class ITD(AbstractAlgorithm):
     @override
     def step(self, loop: Loop, state: ITDState) -> tuple[ITDState, StepInfo]:
         problem, steps, radius = loop.problem, loop.settings.inner_steps, loop.settings.project
+        learnt = loop.learnt_rate
+        notes: dict[str, Any] = (
+            {} if learnt is None else {"inner_lr": problem.rate(learnt).item()}
+        )  # checked before theta moves
         if not self.warm_start:
             problem.theta.assign(state.theta)
         last = steps if self.truncate is None else min(self.truncate, steps)
@@ -99,7 +105,7 @@ class ITD(AbstractAlgorithm):
             problem,
             problem.theta.leaves,
             batches,
-            rates,
+            learnt or rates,
             loop.outer.next(),
             loop.seed(),
             loop.calls,
@@ -108,5 +114,5 @@ class ITD(AbstractAlgorithm):
         problem.theta.assign(found.theta)
         norm = loop.move_v(found.v)
         losses += found.losses
-        info = StepInfo(float(found.value), float(torch.stack(losses).mean()), norm, 0, {"differentiated": last})
-        return state, info
+        notes["differentiated"] = last
+        return state, StepInfo(float(found.value), float(torch.stack(losses).mean()), norm, 0, notes)

@@ -72,7 +72,7 @@ def hypergradient(
     work = largest(found if chosen.inverts else None, problem.theta, common_length(batches[0]) or 1)
     with without_autocast():
         with threads.measuring(device) as measured:
-            problem.validate(batches[0], outer_batch)
+            problem.validate(batches[0], outer_batch, chosen.learnt_rate)
         with threads.limited(threads.suited(max(measured.flops, work), device)):
             made = chosen.estimate(problem, batches, outer_batch, found, seed)
     made.check(problem, found.name if chosen.inverts else chosen.name)

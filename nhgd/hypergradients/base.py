@@ -18,6 +18,7 @@ from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.losses import check_weight
 from nhgd.objective import OracleCalls
 from nhgd.problem import Bilevel
+from nhgd.schedule import Learnt
 from nhgd.variable import Like
 
 
@@ -55,6 +56,11 @@ class AbstractHypergradient(Validated, ABC):
 
     name: ClassVar[str]
     inverts: ClassVar[bool] = True  # whether it uses the inverse it is handed
+
+    @property
+    def learnt_rate(self) -> Learnt | None:
+        """The inner step size, if it is a function of v."""
+        return None
 
     @abstractmethod
     def estimate(

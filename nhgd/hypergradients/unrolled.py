@@ -19,6 +19,7 @@ from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.objective import Objective, OracleCalls, twice_differentiable
 from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
+from nhgd.schedule import Learnt
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def through(
     problem: Bilevel,
     start: Sequence[Tensor],
     batches: Sequence[Batch],
-    rates: Sequence[float],
+    rates: Sequence[float] | Learnt,
     outer_batch: Batch,
     seed: int,
     calls: OracleCalls,
@@ -57,6 +58,7 @@ def through(
 
     Args:
         start: theta_0, one tensor a leaf, taken as a constant.
+        rates: the size of each step, or of all of them as a function of v, which is differentiated too.
         seed: of the dropout of the outer pass; that of the steps comes from the current generator.
         radius: of the ball Pi projects onto; None for no projection.
     """
@@ -64,7 +66,10 @@ def through(
     theta = [leaf.detach().requires_grad_() for leaf in start]
     losses = []
     with problem.guarded(live=True), torch.enable_grad():
-        for batch, rate in zip(batches, rates, strict=True):
+        sizes: Sequence[float | Tensor] = (
+            rates if not isinstance(rates, Learnt) else [problem.rate(rates)] * len(batches)
+        )
+        for batch, rate in zip(batches, sizes, strict=True):
             objective = Objective(problem, batch)
             value = objective.term(theta)
             gradient = torch.autograd.grad(value, theta, create_graph=True, materialize_grads=True)
@@ -97,7 +102,8 @@ class Unrolled(AbstractHypergradient):
 
     Args:
         steps: T.
-        lr: the step size. None: 1 / lambda_max(H) from a power iteration at the current point.
+        lr: the step size: a number, or `nhgd.schedule.Learnt(function of v)`. None: 1 / lambda_max(H) from a power iteration
+            at the current point.
         truncate: how many of the last steps to differentiate; None for all of them.
 
     >>> Unrolled(steps=30, truncate=5).truncate
@@ -111,15 +117,20 @@ class Unrolled(AbstractHypergradient):
     name: ClassVar[str] = "unrolled"
     inverts: ClassVar[bool] = False
     steps: int = 50
-    lr: float | None = None
+    lr: float | Learnt | None = None
     truncate: int | None = None
 
     def __post_init__(self) -> None:
         counted("Unrolled", steps=self.steps)
-        if self.lr is not None:
+        if isinstance(self.lr, float):
             positive("Unrolled", lr=self.lr)
         if self.truncate is not None and not 1 <= self.truncate <= self.steps:
             raise InputError(f"Unrolled: truncate must lie between 1 and steps ({self.steps}), got {self.truncate}.")
+
+    @property
+    @override
+    def learnt_rate(self) -> Learnt | None:
+        return self.lr if isinstance(self.lr, Learnt) else None
 
     @override
     def estimate(
@@ -133,7 +144,8 @@ class Unrolled(AbstractHypergradient):
     ) -> Hypergradient:
         """Run the loop on the batches in turn, and differentiate its end."""
         calls = OracleCalls() if calls is None else calls
-        lr = self.lr
+        learnt = self.learnt_rate
+        lr = problem.rate(self.lr).item() if isinstance(self.lr, Learnt) else self.lr
         if lr is None:
             at = Oracle(problem, inner_batches, seed=seed, calls=calls)
             lr = safe_step(at, problem.theta.flat(), 20)
@@ -147,6 +159,6 @@ class Unrolled(AbstractHypergradient):
                 gradient = torch.autograd.grad(objective.term(theta), theta, materialize_grads=True)
                 theta = [(p - lr * g).detach().requires_grad_() for p, g in zip(theta, gradient, strict=True)]
                 objective.count(calls)
-            found = through(problem, theta, last, [lr] * kept, outer_batch, seed, calls)
+            found = through(problem, theta, last, learnt or [lr] * kept, outer_batch, seed, calls)
         stats = SolveStats(residual=None, hvps=kept - 1, converged=True, notes={"lr": lr, "differentiated": kept})
         return Hypergradient(problem.v.like(found.v), float(found.value), stats, found.v)

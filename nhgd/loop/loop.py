@@ -40,7 +40,7 @@ from nhgd.objective import NO_TAP, Objective, OracleCalls
 from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
 from nhgd.record import InnerStep
-from nhgd.schedule import Clock
+from nhgd.schedule import ByStep, Clock, Learnt, Rate
 
 MOST_BATCHES = 1_000_000  # at one point
 RECENT = 64  # batches
@@ -82,7 +82,7 @@ class Loop:
         self.remarks: dict[str, Any] = {}  # what the method has found out about the problem, for the run's stats
         # CPU threads to compute on, and those that torch had at the choice
         self._threads: tuple[int, int] | None = None
-        self.theta = Mover(problem.theta, "inner", settings.inner_optimizer, settings.inner_lr, 0.1)
+        self.theta = Mover(problem.theta, "inner", settings.inner_optimizer, self._inner_rate(), 0.1)
         self.v = Mover(problem.v, "outer", settings.outer_optimizer, settings.outer_lr, 0.01)
         self.executor = executor
         executor.group.join(problem.theta)
@@ -92,6 +92,18 @@ class Loop:
         self.recent: deque[Batch] = deque(maxlen=RECENT)  # this outer step's last inner batches, for diagnosis
         self.last_gradient: Sequence[Tensor] | None = None  # of the last inner step
         self.use(inverse)
+
+    @property
+    def learnt_rate(self) -> Learnt | None:
+        """The inner step size, if it is a function of v."""
+        return self.settings.inner_lr if isinstance(self.settings.inner_lr, Learnt) else None
+
+    def _inner_rate(self) -> Rate | None:
+        """The inner step size as a number that follows the clock; a learnt one follows v."""
+        learnt, problem = self.learnt_rate, self.problem
+        if learnt is not None:
+            return ByStep(lambda k: problem.rate(learnt).item())
+        return self.settings.inner_lr  # type: ignore[return-value]  # a Rate, as it is not learnt
 
     @property
     def threads(self) -> int:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from nhgd._validation import fitted, number, positive, shown
 from nhgd.errors import InputError
-from nhgd.schedule import Rate, as_schedule
+from nhgd.schedule import Learnt, Rate, as_schedule
 
 OptimizerFactory: TypeAlias = Callable[[list[Tensor]], Optimizer] | type[Optimizer] | Optimizer
 Projection: TypeAlias = float | tuple[float, float] | Callable[[Any], Any] | None
@@ -22,7 +22,7 @@ class LoopSettings:
     """How both variables move, for any algorithm; the arguments of `Solver` with the same names."""
 
     inner_steps: int = 10
-    inner_lr: Rate | None = None
+    inner_lr: Rate | Learnt | None = None
     outer_lr: Rate | None = None
     inner_optimizer: OptimizerFactory | None = None
     outer_optimizer: OptimizerFactory | None = None
@@ -37,7 +37,7 @@ class LoopSettings:
             raise InputError(f"inner_steps must be a whole number of at least 1, got {self.inner_steps}.")
         for name in ("inner_lr", "outer_lr"):
             rate = getattr(self, name)
-            if rate is not None:
+            if rate is not None and not (name == "inner_lr" and isinstance(rate, Learnt)):
                 as_schedule(rate, name)
         if self.outer_clip is not None:
             positive("Solver", outer_clip=self.outer_clip)
