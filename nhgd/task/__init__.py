@@ -7,6 +7,8 @@ from nhgd._validation import validated
 from nhgd.task.base import AbstractTask, Instance
 from nhgd.task.cleaning import Cleaning
 from nhgd.task.distillation import Distillation
+from nhgd.task.fewshot import FewShot
+from nhgd.task.imbalance import Imbalance
 from nhgd.task.l2 import L2
 from nhgd.task.pde.control import PDE
 from nhgd.task.quadratic import Quadratic
@@ -24,4 +26,16 @@ def resolve(task: str | AbstractTask, preset: str = "default") -> AbstractTask:
         return cls.preset(preset)
 
 
-__all__ = ["L2", "PDE", "TASKS", "AbstractTask", "Cleaning", "Distillation", "Instance", "Quadratic", "resolve"]
+__all__ = [
+    "L2",
+    "PDE",
+    "TASKS",
+    "AbstractTask",
+    "Cleaning",
+    "Distillation",
+    "FewShot",
+    "Imbalance",
+    "Instance",
+    "Quadratic",
+    "resolve",
+]

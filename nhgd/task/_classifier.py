@@ -113,7 +113,14 @@ def fit(
 
 
 def trained(
-    architecture: Architecture, x: Tensor, labels: Tensor, classes: int, l2: float, seed: int = 0, tol: float = 1e-6
+    architecture: Architecture,
+    x: Tensor,
+    labels: Tensor,
+    classes: int,
+    l2: float,
+    seed: int = 0,
+    tol: float = 1e-6,
+    weights: Tensor | None = None,
 ) -> tuple[nn.Module, float]:
     """A new model trained on x (N, P) by L-BFGS on all samples in float64, and the norm of its last gradient.
 
@@ -122,10 +129,10 @@ def trained(
     split = Split(x.detach().double(), labels)
     model = architecture.build(x.shape[1], classes, seed, x.device)
     try:
-        norm = fit(model, split, l2, tol)
+        norm = fit(model, split, l2, tol, weights)
     except RunError:
         with torch.enable_grad():
-            gradient = torch.autograd.grad(_objective(model, split, l2), list(model.parameters()))
+            gradient = torch.autograd.grad(_objective(model, split, l2, weights), list(model.parameters()))
         norm = float(torch.cat([g.reshape(-1) for g in gradient]).norm())
     return model, norm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nhgd.task import L2, PDE, AbstractTask, Cleaning, Distillation, Quadratic
+from nhgd.task import L2, PDE, AbstractTask, Cleaning, Distillation, FewShot, Imbalance, Quadratic
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,15 @@ TASKS: list[TaskCase] = [
         label="net",
     ),
     TaskCase(lambda: Distillation.preset("quick").with_settings({"dtype": "float64"}), "nhgd", tol=1e-8),
+    TaskCase(
+        lambda: FewShot(
+            dataset="digits", ways=2, shots=2, queries=2, episodes=4, test_episodes=5, width=2, dtype="float64"
+        ),
+        tol=1e-8,
+    ),
+    TaskCase(
+        lambda: Imbalance.preset("quick").with_settings({"most": 20, "ratio": 10.0, "dtype": "float64"}), tol=1e-6
+    ),
     TaskCase(
         lambda: PDE(nu=0.1, interior=40, side=6, initial=8, width=9, depth=2, times=6, pretraining=40, dtype="float64"),
         "nhgd",
