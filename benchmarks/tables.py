@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks import cleaner
+from benchmarks import applications, cleaner
 from benchmarks import cleaning as cleaning_presets
 from benchmarks.zoo import runs as zoo_runs
 from benchmarks.zoo import table as zoo_table
@@ -108,6 +108,7 @@ def zoo() -> str:
 def pages() -> dict[str, dict[str, str]]:
     """The tables of each page by their marks; scaling.py makes the others of benchmarks/parallel.md."""
     cleaning = read("cleaning-inverses-h200.json")
+    runs = read("applications-cpu.json")["runs"]
     presets, cleanlab = read("cleaning-mnist-cpu.json"), read("cleaner-cpu.json")
     return {
         "docs/choosing.md": {"errors": errors(cleaning), "cost": cost(cleaning)},
@@ -121,6 +122,8 @@ def pages() -> dict[str, dict[str, str]]:
         "docs/pde.md": {"pde": pde(read("pde-h200.json")), "pde-quick": pde(read("pde-quick-cpu.json"))},
         "benchmarks/parallel.md": {"faults": faults(read("faults-cpu.json"))},
         "docs/distillation.md": {"distillation": distillation(read("distillation-cpu.json"))},
+        "docs/fewshot.md": {"fewshot": applications.table(runs, "fewshot")},
+        "docs/imbalance.md": {"imbalance": applications.table(runs, "imbalance")},
     }
 
 

@@ -29,7 +29,7 @@ def test_episodes_of_both_kinds_have_classes_of_their_own(monkeypatch):
         torch.arange(200) % 10,
     )
     monkeypatch.setattr("nhgd.task._images.digits", lambda: (images, labels))
-    task = FewShot(ways=3, shots=2, queries=4, episodes=12, test_episodes=9, shift=0, width=1, dtype="float64")
+    task = FewShot(ways=3, shots=2, queries=4, episodes=12, test_episodes=9, shift=0, turns=1, width=1, dtype="float64")
     instance = task.build(0, CPU)
     low, seen = instance.train.support.x.min(), {}
     for name, episodes in (("train", instance.train), ("held_out", instance.held_out)):
@@ -63,6 +63,20 @@ def test_images_keep_their_pixels_wherever_they_lie():
         assert float(canvas.sum()) == pytest.approx(float(image.sum()) + 40 * 0.5, rel=1e-6)
         corners.add(found[0])
     assert len(corners) > 12  # of 25; fewer with a chance below 1e-9
+
+
+def test_a_class_is_turned_as_a_whole_and_only_to_learn_from(monkeypatch):
+    """A bright corner shows the angle: all images of a class in an episode share it."""
+    images = torch.zeros(200, 16)
+    images[:, 0] = 1.0
+    monkeypatch.setattr("nhgd.task._images.digits", lambda: (images, torch.arange(200) % 10))
+    instance = FewShot(ways=2, shots=1, queries=2, episodes=30, test_episodes=8, shift=0, width=1).build(0, CPU)
+    found = []
+    for episodes in (instance.train, instance.held_out):
+        parts = [part.x.flatten(1).argmax(1) for part in (episodes.support, episodes.query)]
+        assert torch.equal(parts[1], parts[0].repeat_interleave(2))
+        found.append(set(parts[0].tolist()))
+    assert found == [{0, 3, 12, 15}, {0}]
 
 
 def test_a_head_is_the_logistic_regression_of_its_episode(tiny):
@@ -132,6 +146,7 @@ def test_learning_helps_on_classes_it_has_not_seen():
         ({"ways": 1}, "at least 2 ways"),
         ({"l2": 0.0}, "l2 must be"),
         ({"shift": -1}, "shift must be"),
+        ({"turns": 5}, "turns must be 1, 2, 3 or 4"),
     ],
 )
 def test_settings_that_make_no_episode_are_refused(settings, words):

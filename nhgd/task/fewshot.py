@@ -65,7 +65,8 @@ class FewShot(AbstractTask):
     its head theta_e is trained, and further images of the same classes that judge it. The features are those of a small
     convolutional network, normalised for each image. Six of the ten classes make the episodes to learn from; the other four
     are held out, and make those that are reported. Each image lies at a random place of a canvas, `shift` pixels from the
-    middle at most each way, because centred digits are told apart by their pixels alone.
+    middle at most each way, because centred digits are told apart by their pixels alone. In the episodes to learn from a
+    class may be turned by right angles, because six classes are few, and features that fit these alone do not last.
 
     test_accuracy is that of heads trained to the end on episodes of held-out classes, and test_deviation the standard
     error of that mean over episodes; random_test_accuracy is that with the network as it was before, pixel_test_accuracy
@@ -78,6 +79,7 @@ class FewShot(AbstractTask):
         ways, shots, queries: classes of an episode, and images of each class in its support and among its queries.
         episodes, test_episodes: how many of either kind.
         classes: how many classes the first kind is made of; the second kind is made of the others.
+        turns: by how many right angles, 1 to 4 with 0 among them, a class may be turned in the episodes to learn from.
         shift: None: an eighth of the side of an image.
         width: channels of the first convolution; the second has twice as many.
         l2: the ridge of a head.
@@ -103,6 +105,7 @@ class FewShot(AbstractTask):
     episodes: int = 60
     test_episodes: int = 200
     classes: int = 6
+    turns: int = 4
     shift: int | None = None
     width: int = 16
     l2: float = 0.05
@@ -117,6 +120,8 @@ class FewShot(AbstractTask):
         counted("fewshot", **sizes, inner_steps=self.inner_steps)
         if self.batch is not None:
             counted("fewshot", batch=self.batch)
+        if self.turns not in (1, 2, 3, 4):
+            raise InputError(f"fewshot: turns must be 1, 2, 3 or 4, got {self.turns}.")
         if self.shift is not None:
             not_negative("fewshot", shift=self.shift)
         positive("fewshot", l2=self.l2, outer_lr=self.outer_lr)
@@ -135,10 +140,10 @@ class FewShot(AbstractTask):
         mean, deviation = mean_and_deviation(images.x[known], "fewshot")
         x = ((images.x - mean) / deviation).to(getattr(torch, self.dtype))
         train, held_out = (
-            self._episodes(x, images.y, classes, count, generator, device)
-            for classes, count in (
-                (order[: self.classes], self.episodes),
-                (order[self.classes :], self.test_episodes),
+            self._episodes(x, images.y, classes, count, turns, generator, device)
+            for classes, count, turns in (
+                (order[: self.classes], self.episodes, self.turns),
+                (order[self.classes :], self.test_episodes, 1),
             )
         )
         network = self._network(seed).to(device, x.dtype)
@@ -174,9 +179,16 @@ class FewShot(AbstractTask):
             )
 
     def _episodes(
-        self, x: Tensor, y: Tensor, classes: Tensor, count: int, generator: torch.Generator, device: torch.device
+        self,
+        x: Tensor,
+        y: Tensor,
+        classes: Tensor,
+        count: int,
+        turns: int,
+        generator: torch.Generator,
+        device: torch.device,
     ) -> Episodes:
-        """Draw episodes from images x (N, P) of some classes."""
+        """Draw episodes from images x (N, P) of some classes, each turned by one of this many right angles."""
         each = self.shots + self.queries
         of_class = {int(c): torch.nonzero(y == c).flatten() for c in classes}
         for c, mine in of_class.items():
@@ -191,6 +203,9 @@ class FewShot(AbstractTask):
                 chosen.append(mine[torch.randperm(len(mine), generator=generator)[:each]])
         pixels = self._placed(x[torch.cat(chosen)], generator).to(device)
         pixels = pixels.unflatten(0, (count, self.ways, each))
+        angles = torch.randint(turns, (count, self.ways), generator=generator).to(device)
+        for angle in range(1, turns):
+            pixels[angles == angle] = pixels[angles == angle].rot90(angle, (-2, -1))
 
         def samples(which: slice) -> Samples:
             part = pixels[:, :, which]
