@@ -35,8 +35,8 @@ import torch
 
 import nhgd
 from benchmarks.environment import environment
+from nhgd._results import folder
 from nhgd.checkpoint import SavedCheckpoint, exists
-from nhgd.cli._output import folder
 from nhgd.cli._program import app
 from nhgd.plot.png import write_png
 from nhgd.task import Quadratic

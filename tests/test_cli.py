@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import nhgd
+from nhgd._experiment.changes import for_run, for_task
+from nhgd._results import jsonable
 from nhgd.algorithm import names as method_names
 from nhgd.cli import demo as demo_command
-from nhgd.cli._changes import for_run, for_task
-from nhgd.cli._output import jsonable
 from nhgd.execution import EXECUTIONS
 from nhgd.inverse import INVERSES
 from nhgd.task import TASKS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nhgd.cli._experiment import Experiment
+from nhgd._experiment import Experiment
 from nhgd.reproduce.settings import paper
 from nhgd.task import PDE, TASKS, Cleaning, Distillation, Quadratic
 from tests.commands import answer, refusal
@@ -68,7 +68,7 @@ def test_a_setting_is_refused_before_the_task_is_built(unbuilt, task, arguments,
 )
 def test_what_some_method_takes_is_left_until_it_is_known_which(change):
     """A task may choose method and inverse by itself."""
-    from nhgd.cli._changes import check_early, for_task, parse
+    from nhgd._experiment.changes import check_early, for_task, parse
 
     for name in TASKS:
         chosen, rest = for_task(TASKS[name].preset("default"), parse([change]))

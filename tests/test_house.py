@@ -50,6 +50,7 @@ ORDER = """
     loop
     algorithm
     checkpoint
+    _results
     _solution _nonfinite
     _peers
     _captured
@@ -60,6 +61,8 @@ ORDER = """
     _check _plan task theory
     _along
     reproduce
+    _experiment
+    comparison
     sklearn
     cli
 """

@@ -27,9 +27,9 @@ import torch
 
 import nhgd
 from benchmarks import file_faults
+from nhgd._results import Folder
 from nhgd.checkpoint import SavedCheckpoint, disk, files, lock
 from nhgd.checkpoint.files import newest, numbered
-from nhgd.cli._output import Folder
 from nhgd.execution import Thread
 from nhgd.task import Quadratic
 from tests.commands import answer, invoke, refusal, strict_json

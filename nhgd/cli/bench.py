@@ -17,13 +17,14 @@ from typing import Annotated, Any, TypeAlias
 import torch
 import typer
 
+from nhgd._experiment import Built, Experiment
+from nhgd._experiment.changes import for_execution, parse
 from nhgd._memory import synchronise
 from nhgd._path import check_folder
 from nhgd._plan import readable
 from nhgd._progress import bar
+from nhgd._results import folder, jsonable
 from nhgd._solver import Solver
-from nhgd.cli._changes import for_execution, parse
-from nhgd.cli._experiment import Built, Experiment
 from nhgd.cli._launch import launch, tie_to_launcher
 from nhgd.cli._options import (
     Changes,
@@ -40,7 +41,7 @@ from nhgd.cli._options import (
     keep_to_threads,
     note_crowding,
 )
-from nhgd.cli._output import console, folder, jsonable, number, print_json, table
+from nhgd.cli._output import console, number, print_json, table
 from nhgd.cli._started import LAUNCHER, started_by_someone
 from nhgd.errors import InputError
 from nhgd.execution import EXECUTIONS, AbstractExecutor, Distributed, resolve

@@ -15,9 +15,9 @@ import nhgd
 from nhgd import task as tasks
 from nhgd._along import AlongReport
 from nhgd._check import EXACT_BELOW, Report
+from nhgd._experiment import Built, Experiment
+from nhgd._experiment.changes import for_inverses, for_task, of_inverses, parse
 from nhgd._progress import bar
-from nhgd.cli._changes import for_inverses, for_task, of_inverses, parse
-from nhgd.cli._experiment import Built, Experiment
 from nhgd.cli._options import (
     Changes,
     DataFolder,

@@ -13,8 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from nhgd._path import check_folder, check_name
+from nhgd._results import folder
 from nhgd.cli._options import Device, Json, Seed, checked_seed, device_called
-from nhgd.cli._output import console, folder, print_json, table
+from nhgd.cli._output import console, print_json, table
 from nhgd.data.features import Features
 from nhgd.data.table import Table, labels, missing, quoted, read_table, rows_called, separator_called
 from nhgd.errors import InputError, Problems

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from nhgd._progress import bar
+from nhgd._results import folder
 from nhgd.cli._options import Json
-from nhgd.cli._output import console, folder, print_json
+from nhgd.cli._output import console, print_json
 from nhgd.data.fetch import cache
 from nhgd.data.fetch import fetch as fetch_files
 

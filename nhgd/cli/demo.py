@@ -15,9 +15,10 @@ import typer
 from torch import Tensor
 
 from nhgd._path import check_folder
+from nhgd._results import folder, jsonable
 from nhgd._solution import Solution
 from nhgd.cli._options import Json, Seed, checked_seed
-from nhgd.cli._output import console, folder, jsonable, number, print_json, table
+from nhgd.cli._output import console, number, print_json, table
 from nhgd.plot.demo import Samples, draw
 from nhgd.task._classifier import Split, accuracy, fit, softmax_classifier
 from nhgd.task._images import CLASSES

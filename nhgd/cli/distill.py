@@ -13,9 +13,10 @@ import typer
 
 from nhgd._duration import seconds
 from nhgd._progress import bar
+from nhgd._results import check_files, folder, jsonable
 from nhgd._validation import counted
 from nhgd.cli._options import Device, Json, Seed, checked_seed, device_called
-from nhgd.cli._output import check_files, console, folder, jsonable, print_json, table
+from nhgd.cli._output import console, print_json, table
 from nhgd.data.labelled_images import LabelledImages, read_labelled_images
 from nhgd.errors import InputError, unknown
 from nhgd.plot.distilled import draw_distilled

@@ -7,9 +7,10 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from nhgd._registry import summary
+from nhgd._results import jsonable
 from nhgd.algorithm import ALGORITHMS, AbstractAlgorithm, presets
 from nhgd.cli._options import Json
-from nhgd.cli._output import console, jsonable, print_json, table
+from nhgd.cli._output import console, print_json, table
 from nhgd.execution import EXECUTIONS
 from nhgd.inverse import INVERSES
 from nhgd.task import TASKS

@@ -15,13 +15,14 @@ import torch
 import typer
 
 from nhgd._duration import seconds
+from nhgd._experiment import Built, Experiment
+from nhgd._experiment.changes import for_execution, parse
 from nhgd._path import check_folder, check_name
+from nhgd._results import Folder, check_files, folder, jsonable
 from nhgd._solution import Solution
 from nhgd._solver import Solver
 from nhgd.checkpoint import claimed, exists, last_kept
 from nhgd.cli import _signals as signals
-from nhgd.cli._changes import for_execution, parse
-from nhgd.cli._experiment import Built, Experiment
 from nhgd.cli._launch import launch, tie_to_launcher
 from nhgd.cli._options import (
     Changes,
@@ -38,7 +39,7 @@ from nhgd.cli._options import (
     keep_to_threads,
     note_crowding,
 )
-from nhgd.cli._output import Folder, check_files, console, folder, jsonable, number, print_json, table
+from nhgd.cli._output import console, number, print_json, table
 from nhgd.cli._started import LAUNCHER, started_by_someone
 from nhgd.errors import InputError
 from nhgd.execution import AbstractExecutor, Distributed

@@ -11,9 +11,9 @@ import typer
 
 from nhgd import task as tasks
 from nhgd import theory as bounds
+from nhgd._experiment.changes import for_task, parse
 from nhgd._progress import bar
 from nhgd._validation import positive
-from nhgd.cli._changes import for_task, parse
 from nhgd.cli._options import Changes, DataFolder, Device, Json, Preset, Seed, Task, checked_seed, device_called
 from nhgd.cli._output import console, number, print_json, table
 from nhgd.errors import InputError

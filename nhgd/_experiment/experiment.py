@@ -10,9 +10,9 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from nhgd import task as tasks
+from nhgd._experiment.changes import check_early, for_run, for_task
 from nhgd._solver import Solver
 from nhgd.algorithm import AbstractAlgorithm
-from nhgd.cli._changes import check_early, for_run, for_task
 from nhgd.errors import InputError
 from nhgd.execution import AbstractExecutor
 from nhgd.reproduce.settings import Printed, printed
