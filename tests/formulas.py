@@ -4,7 +4,7 @@ On `quadratic` one outer step of a method is a few lines of linear algebra. Here
 library runs on `Recorded` data, a `Replay` hands the formula the very batches that were drawn, in their order, and after
 every outer step both must stand at the same theta and v, and the formula must have used every batch.
 
-What a method draws besides its batches shows in them: a random product has as many factors as batches are left of the outer
+What a method draws besides its batches shows in them, or is in the state that it leaves (`Replay.state`): a random product has as many factors as batches are left of the outer
 step, and the row that SABA replaces is that of the batch it asked for. The outer problem has no noise.
 """
 
@@ -344,6 +344,72 @@ def soba(replay: Replay) -> Iterator[tuple[Tensor, Tensor]]:
             replay.down(v, batch.cross(x)),
         )
         yield theta, v
+
+
+def soba_averaged(momentum: float) -> Formula:
+    """theta, x and v at once, v along a moving average of its directions."""
+
+    def formula(replay: Replay) -> Iterator[tuple[Tensor, Tensor]]:
+        theta, v = replay.zeros()
+        x, h = theta, v
+        while True:
+            batch = replay.next()
+            new = replay.f_v(v) - batch.cross(x)
+            h = new if replay.k == 0 else h + momentum * (new - h)
+            theta, x, v = (
+                theta - replay.eta * batch.gradient(theta, v),
+                x - replay.eta * (batch.H @ x - replay.u(theta)),
+                v - replay.alpha * h,
+            )
+            yield theta, v
+
+    return formula
+
+
+def srba(q: int) -> Formula:
+    """SOBA's directions corrected by how the same batch saw the last point; all data every q steps."""
+
+    def formula(replay: Replay) -> Iterator[tuple[Tensor, Tensor]]:
+        theta, v = replay.zeros()
+        here = before = theta, theta, v
+
+        def said(batch: Batch, theta: Tensor, x: Tensor, v: Tensor) -> list[Tensor]:
+            return [batch.gradient(theta, v), batch.H @ x - replay.u(theta), replay.f_v(v) - batch.cross(x)]
+
+        while True:
+            if replay.k % q == 0:
+                h = said(replay.everything(), *here)
+            else:
+                batch = replay.next()
+                h = [d + new - old for d, new, old in zip(h, said(batch, *here), said(batch, *before), strict=True)]
+            before, rates = here, (replay.eta, replay.eta, replay.alpha)
+            here = tuple(z - rate * d for z, rate, d in zip(here, rates, h, strict=True))
+            yield here[0], here[2]
+
+    return formula
+
+
+def perturbed(mu: float, everywhere: bool = False) -> Formula:
+    """PZOBO: the inner loop once more at v + mu u, along the directions that were drawn or along all coordinates."""
+
+    def formula(replay: Replay) -> Iterator[tuple[Tensor, Tensor]]:
+        theta, v = replay.zeros()
+        while True:
+            visited = [replay.next() for _ in range(replay.inner_steps)]
+
+            def trained(v: Tensor, theta: Tensor = theta, visited: list[Batch] = visited) -> Tensor:
+                for batch in visited:
+                    theta = theta - replay.eta * batch.gradient(theta, v)
+                return theta
+
+            theta = trained(v)
+            rows = torch.eye(len(v), dtype=v.dtype) if everywhere else replay.state.directions
+            terms = [(trained(v + mu * u) - theta).dot(replay.u(theta)) / mu * u for u in rows]
+            total = torch.stack(terms).sum(0) / (1 if everywhere else len(rows))
+            v = replay.down(v, -total)
+            yield theta, v
+
+    return formula
 
 
 def saba(replay: Replay) -> Iterator[tuple[Tensor, Tensor]]:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,6 +89,7 @@ class Replay:
     """
 
     k: int = 0  # the outer step
+    state: Any = None  # of the method after that step
 
     def __init__(self, instance: Instance, inner_lr: Rate, outer_lr: Rate, inner_steps: int) -> None:
         assert isinstance(instance.inner_data, Recorded)

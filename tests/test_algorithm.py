@@ -66,6 +66,7 @@ def replayed(case: AlgorithmCase, steps: int = 12) -> float:
     errors = []
     for replay.k in range(steps):
         solver.step()
+        replay.state = solver.state
         theta, v = next(formula)
         assert not instance.inner_data.drawn, "the formula left batches that the library drew"
         for found, expected in ((instance.problem.theta.flat(), theta), (instance.problem.v.flat(), v)):

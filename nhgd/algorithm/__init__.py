@@ -18,11 +18,14 @@ from nhgd.algorithm.bsa import BSA
 from nhgd.algorithm.f2sa import F2SA
 from nhgd.algorithm.fsla import FSLA
 from nhgd.algorithm.itd import ITD
+from nhgd.algorithm.ma_soba import MASOBA
 from nhgd.algorithm.mrbo import MRBO
 from nhgd.algorithm.nhgd import NHGD
 from nhgd.algorithm.nhgd_single import NHGDSingle
+from nhgd.algorithm.pzobo import PZOBO
 from nhgd.algorithm.saba import SABA
 from nhgd.algorithm.soba import SOBA
+from nhgd.algorithm.srba import SRBA
 from nhgd.algorithm.stocbio import StocBiO
 from nhgd.algorithm.sustain import SUSTAIN
 from nhgd.algorithm.ttsa import TTSA
@@ -101,10 +104,13 @@ __all__ = [
     "F2SA",
     "FSLA",
     "ITD",
+    "MASOBA",
     "MRBO",
     "NHGD",
+    "PZOBO",
     "SABA",
     "SOBA",
+    "SRBA",
     "SUSTAIN",
     "TTSA",
     "VRBO",

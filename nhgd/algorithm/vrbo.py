@@ -120,7 +120,7 @@ class VRBO(AbstractAlgorithm):
     def _afresh(self, loop: Loop, phi: float | None) -> tuple[Tensor, Tensor, float]:
         """Both directions on large batches, and the scale."""
         at = loop.oracle(loop.inner_batches(self.large), None)
-        u, in_v = self._outer(loop)
+        _, u, in_v = outer_mean(loop, self.large)
         if phi is None:
             phi = safe_step(at, u, 10)
         for _ in range(8):
@@ -142,17 +142,19 @@ class VRBO(AbstractAlgorithm):
             )
         return at.gradient(), in_v - loop.problem.v.flatten(at.cross(phi * total)), phi
 
-    def _outer(self, loop: Loop) -> tuple[Tensor, Tensor]:
-        """grad_theta f and grad_v f, (D,) and (P,), as means over a large batch."""
-        v = loop.problem.v
-        batches: list[Batch]
-        if self.large == "all":
-            batches = [move(batch, loop.problem.theta.device) for batch in loop.outer.source]
-        else:
-            batches = [loop.outer.next() for _ in range(int(self.large))]
-        counts = sizes(batches, loop.outer.name)
-        found = [loop.oracle([None], batch).outer() for batch in batches]
-        shares = [count / sum(counts) for count in counts]
-        in_theta = torch.stack([share * f.theta for share, f in zip(shares, found, strict=True)]).sum(0)
-        in_v = torch.stack([share * v.flatten(f.v) for share, f in zip(shares, found, strict=True)]).sum(0)
-        return in_theta, in_v
+
+def outer_mean(loop: Loop, large: int | str) -> tuple[Tensor, Tensor, Tensor]:
+    """f, grad_theta f and grad_v f, 0-dimensional, (D,) and (P,), as means over so many batches, or "all"."""
+    v = loop.problem.v
+    batches: list[Batch]
+    if large == "all":
+        batches = [move(batch, loop.problem.theta.device) for batch in loop.outer.source]
+    else:
+        batches = [loop.outer.next() for _ in range(int(large))]
+    counts = sizes(batches, loop.outer.name)
+    found = [loop.oracle([None], batch).outer() for batch in batches]
+    shares = [count / sum(counts) for count in counts]
+    value = torch.stack([share * f.value for share, f in zip(shares, found, strict=True)]).sum()
+    in_theta = torch.stack([share * f.theta for share, f in zip(shares, found, strict=True)]).sum(0)
+    in_v = torch.stack([share * v.flatten(f.v) for share, f in zip(shares, found, strict=True)]).sum(0)
+    return value, in_theta, in_v
