@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.environment import environment
-from nhgd.reproduce.settings import paper
+from nhgd.paper import paper
 from nhgd.task import Cleaning
 from nhgd.task._classifier import Split, accuracy, fit, softmax_classifier
 from nhgd.task._images import CLASSES

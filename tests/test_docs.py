@@ -12,7 +12,7 @@ import torch
 
 import nhgd
 from nhgd.algorithm import names, resolve
-from nhgd.reproduce.settings import INNER_STEPS, OPEN, TABLE
+from nhgd.paper import INNER_STEPS, OPEN, TABLE
 from nhgd.task import Quadratic
 
 ROOT = Path(__file__).parents[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nhgd._experiment import Experiment
-from nhgd.reproduce.settings import paper
+from nhgd.paper import paper
 from nhgd.task import PDE, TASKS, Cleaning, Distillation, Quadratic
 from tests.commands import answer, refusal
 

@@ -60,7 +60,7 @@ ORDER = """
     _diagnosis
     _check _plan task theory
     _along
-    reproduce
+    paper
     _experiment
     comparison
     sklearn

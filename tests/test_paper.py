@@ -12,7 +12,7 @@ import nhgd
 from nhgd.algorithm import NHGD, names, resolve
 from nhgd.cli._program import app
 from nhgd.inverse import CG, FisherDense, Neumann
-from nhgd.reproduce.settings import INNER_STEPS, OPEN, TABLE, paper
+from nhgd.paper import INNER_STEPS, OPEN, TABLE, paper
 from nhgd.schedule import Power
 from nhgd.task import Cleaning, Distillation
 from tests import idx_files

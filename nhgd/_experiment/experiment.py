@@ -15,7 +15,7 @@ from nhgd._solver import Solver
 from nhgd.algorithm import AbstractAlgorithm
 from nhgd.errors import InputError
 from nhgd.execution import AbstractExecutor
-from nhgd.reproduce.settings import Printed, printed
+from nhgd.paper import Printed, printed
 from nhgd.task import AbstractTask, Instance
 from nhgd.task._parser import convert
 

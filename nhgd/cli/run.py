@@ -44,7 +44,7 @@ from nhgd.cli._started import LAUNCHER, started_by_someone
 from nhgd.errors import InputError
 from nhgd.execution import AbstractExecutor, Distributed
 from nhgd.execution import resolve as resolve_execution
-from nhgd.reproduce.settings import prints_no_nhgd
+from nhgd.paper import prints_no_nhgd
 from nhgd.task import Instance
 
 FILES = ("result.json", "history.jsonl", "curve.png")

@@ -1,1 +1,0 @@
-"""The settings with which the experiments of the paper are run."""
