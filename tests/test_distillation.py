@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import nhgd
 from nhgd.cli._program import app
 from nhgd.inverse import KFAC, FisherWindow, Refined
+from nhgd.paper import EXPERIMENTS, TABLE
 from nhgd.plot.png import image_grid, write_png
 from nhgd.task import Distillation
 from nhgd.task._classifier import Architecture, accuracy_of, cross_entropies, largest_curvature, mean_loss, trained
@@ -135,6 +136,23 @@ class TestData:
         five, hundred = Distillation.preset("paper-5"), Distillation.preset("paper-100")
         assert (five.per_class, five.bias, five.l2, five.batch, five.outer_batch) == (5, False, 1 / 15680, None, None)
         assert (hundred.per_class, hundred.batch, hundred.inner_steps, hundred.batches) == (100, 128, 30, 5)
+
+    @pytest.mark.parametrize("preset", ["paper-5", "paper-100"])
+    def test_the_printed_step_sizes_are_stable_at_the_first_images(self, preset):
+        """Below 2 / lambda, with lambda the largest curvature of the inner problem; at real images they are not."""
+        task = Distillation.preset(preset).with_settings({"dataset": "digits", "per_class": 5})
+        printed = [row.eta for row in TABLE[EXPERIMENTS["distillation", preset]].values()]
+        inverses = [row.beta for name, row in TABLE[EXPERIMENTS["distillation", preset]].items() if name == "amigo"]
+
+        def limit(task: Distillation) -> float:
+            """At theta = 0 the Hessian is (I / C - 1 / C^2) x X^T X / n + 2 l2, C the classes."""
+            instance = task.build(0, CPU)
+            assert not bool(instance.problem.theta.flat().any())
+            v = instance.v.double()
+            return 2 / (0.1 * float(torch.linalg.matrix_norm(v, 2)) ** 2 / len(v) + 2 * task.l2)
+
+        assert limit(task) > 50 > max(printed + inverses) == max(printed)
+        assert limit(task.with_settings({"start": "real"})) < max(printed)
 
     def test_pixels_are_standardised_and_training_samples_all_there(self, folder):
         sets = Distillation(per_class=1).load(0, CPU, folder)

@@ -121,7 +121,7 @@ def run(
             tie_to_launcher()
         try:
             began = time.perf_counter()
-            built = _built(experiment, checked_seed(seed), where, data, as_json)
+            built = _built(experiment, checked_seed(seed), where, data)
             preparation = time.perf_counter() - began
             solver = _started(built, seed, executor, resume, kept)
         except BaseException as error:
@@ -177,11 +177,11 @@ def _check_stop_rules(steps: int | None, budget: str | None) -> None:
         seconds(budget)
 
 
-def _built(experiment: Experiment, seed: int, device: torch.device, data: Path | None, as_json: bool) -> Built:
+def _built(experiment: Experiment, seed: int, device: torch.device, data: Path | None) -> Built:
     """The experiment with its data, on as many threads as suit it."""
     keep_to_threads(experiment.task.threads, device)
     built = experiment.build(seed, device, data)
-    if experiment.method is None and not as_json and prints_no_nhgd(experiment.name, experiment.preset):
+    if experiment.method is None and prints_no_nhgd(experiment.name, experiment.preset):
         print(
             "Note: the paper prints beta = 0 here, which cannot be run; the task's own method is used.", file=sys.stderr
         )

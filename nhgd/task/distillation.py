@@ -39,6 +39,7 @@ DIGITS_TEST = 500  # of the digits, which have no test set of their own
 DATASETS = ("auto", "digits", "mnist", "fashion-mnist")
 STARTS = ("auto", "mean", "real", "noise")
 NOISE = 0.1  # of a pixel's deviation: images of one class must differ, or they stay equal
+ALMOST_ZERO: Mapping[str, Any] = {"start": "noise", "start_noise": 1e-3}
 WINDOW_ROWS = 1500  # beyond, factorising the window costs more than the rest of an outer step
 
 
@@ -88,6 +89,9 @@ class Distillation(AbstractTask):
         l2: the ridge, of the inner problem and of the models trained from scratch.
         start: the first images: "mean" of their class and a little noise, "real" ones, or "noise" alone; "auto": the mean
             for fewer than 20 images a class, else real ones.
+        start_noise: the deviation of that noise, where 1 is the deviation of a pixel of the data. Images of one class must
+            differ, or they stay equal. The presets of the paper begin with images that are almost 0, because at class means
+            and at real images the inner problem is so steep that the printed step sizes diverge (docs/distillation.md).
         batch: distilled images in an inner batch; None: all.
         outer_batch: training samples in an outer batch; None: all. The batches are cut once, after a shuffle.
         batches: inner batches that the cross derivative is averaged over, M in the paper, or "all"; None: what the method
@@ -110,6 +114,7 @@ class Distillation(AbstractTask):
             "l2": 1 / 15680,
             "outer_batch": None,
             "box": False,
+            **ALMOST_ZERO,
         },
         "paper-100": {
             "dataset": "fashion-mnist",
@@ -120,6 +125,7 @@ class Distillation(AbstractTask):
             "inner_steps": 30,
             "batches": 5,
             "box": False,
+            **ALMOST_ZERO,
         },
     }
     dataset: str = "auto"
@@ -129,6 +135,7 @@ class Distillation(AbstractTask):
     hidden: int = 64
     l2: float = 3e-3
     start: str = "auto"
+    start_noise: float = NOISE
     batch: int | None = None
     outer_batch: int | None = 6000
     batches: int | str | None = None
@@ -143,7 +150,7 @@ class Distillation(AbstractTask):
         self.check_choices(dataset=DATASETS, start=STARTS, outer=("adam", "sgd"), dtype=("float32", "float64"))
         sizes = {name: getattr(self, name) for name in ("batch", "outer_batch", "inner_steps")}
         counted("distillation", per_class=self.per_class, **{k: n for k, n in sizes.items() if n is not None})
-        positive("distillation", l2=self.l2, outer_lr=self.outer_lr)
+        positive("distillation", l2=self.l2, outer_lr=self.outer_lr, start_noise=self.start_noise)
         if self.inner_lr is not None:
             positive("distillation", inner_lr=self.inner_lr)
         _ = self.architecture  # which checks its own settings
@@ -222,9 +229,9 @@ class Distillation(AbstractTask):
             return random.clone()
         noise = torch.randn(random.shape, generator=generator, dtype=torch.float64).to(random)
         if start == "noise":
-            return NOISE * noise
+            return self.start_noise * noise
         means = torch.stack([sets.x[sets.y == c].mean(0) for c in range(CLASSES)])
-        return noisy_means(means, self.per_class, noise)
+        return noisy_means(means, self.per_class, noise, self.start_noise)
 
 
 @final
@@ -324,9 +331,9 @@ def outer_settings(lr: float, optimiser: str = "adam") -> dict[str, Any]:
     return {"outer_lr": Decay(lr), "outer_optimizer": torch.optim.Adam if optimiser == "adam" else None}
 
 
-def noisy_means(means: Tensor, per_class: int, noise: Tensor) -> Tensor:
+def noisy_means(means: Tensor, per_class: int, noise: Tensor, deviation: float = NOISE) -> Tensor:
     """Initial images, (n C, P): the mean of each class, n times, with a little noise of unit variance, (n C, P)."""
-    return means.repeat_interleave(per_class, 0) + NOISE * noise
+    return means.repeat_interleave(per_class, 0) + deviation * noise
 
 
 def nhgd_for(images: int, classes: int, batch: int | None, inner_steps: int | None) -> NHGD:
