@@ -228,8 +228,9 @@ def harmed(
     timeout: float,
     resume: Sequence[str] = (),
     task: Sequence[str] = CLEANING,
+    patience: float | None = None,
 ) -> dict[str, Any]:
-    """One trial: a process is killed or paused."""
+    """One trial: a process is killed or paused. It has hung if it takes longer than `patience`, by default its `limit`."""
     settings = [f"timeout={timeout:g}", f"workers={world - 1}"]
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(Path(folder), settings, steps=moment.steps, task=task)
@@ -244,7 +245,7 @@ def harmed(
         except ProcessLookupError:
             was_there = False  # it had ended
         after = round(time.monotonic() - began, 2)
-        found = trial.end(limit(timeout))
+        found = trial.end(limit(timeout) if patience is None else patience)
         for pid in trial.known:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)  # nobody, unless the trial has failed

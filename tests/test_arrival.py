@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -54,15 +56,24 @@ def words(store: Any) -> PrefixStore:
     return PrefixStore("nhgd/1", PrefixStore("nhgd/attempt/0", store))
 
 
-PAUSED = """
-import os, signal, sys
+KEEPER = """
+import time
 from torch._C._distributed_c10d import PrefixStore
 from nhgd.execution.distributed.address import keep_store
-words = PrefixStore("nhgd/1", PrefixStore("nhgd/attempt/0", keep_store("127.0.0.1", int(sys.argv[1]), limit=60.0)))
-words.set("here/0", "")
-words.wait(["arrived/1"])
-os.kill(os.getpid(), signal.SIGSTOP)
+store = keep_store("127.0.0.1", 0, limit=60.0)
+PrefixStore("nhgd/1", PrefixStore("nhgd/attempt/0", store)).set("here/0", "")
+print(store.port, flush=True)
+time.sleep(600)
 """
+
+
+@pytest.fixture
+def keeper() -> Iterator[subprocess.Popen[str]]:
+    """A first rank that keeps the store at a port of its choice, which it says, and that has arrived."""
+    process = subprocess.Popen([sys.executable, "-c", KEEPER], stdout=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
 
 
 def join(workers: int = 1) -> None:
@@ -110,25 +121,21 @@ def test_a_rank_that_came_and_went_silent_before_it_was_connected_is_named(place
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="pauses a process")
-def test_the_first_rank_is_named_where_it_is_paused_before_all_are_connected(place, monkeypatch):
+def test_the_first_rank_is_named_where_it_is_paused_before_all_are_connected(place, keeper, monkeypatch):
     """torch waits without a limit for the answer of a store whose keeper is paused, or cut off."""
     monkeypatch.setattr(group, "START_SECONDS", 60.0)
     arrive = Processes._arrive
 
-    def arrive_and_say_so(self: Processes, limit: float, left: float) -> None:
+    def arrive_and_pause_it(self: Processes, limit: float, left: float) -> None:
         arrive(self, limit, left)
-        self._store.set("arrived/1", "")  # the keeper may be paused from now on, and not while it is still to answer
+        os.kill(keeper.pid, signal.SIGSTOP)  # which has nothing left to answer
+        os.waitpid(keeper.pid, os.WUNTRACED)
 
-    monkeypatch.setattr(Processes, "_arrive", arrive_and_say_so)
-    port = place(rank=1, world=2)
-    keeper = subprocess.Popen([sys.executable, "-c", PAUSED, str(port)])
-    try:
-        with pytest.raises(PeerError, match=r"^Rank 0 \(inner\) did not answer within 0\.5 s\.") as caught:
-            join()
-        assert (caught.value.rank, caught.value.role) == (0, "inner")
-    finally:
-        keeper.kill()
-        keeper.wait()
+    monkeypatch.setattr(Processes, "_arrive", arrive_and_pause_it)
+    place(rank=1, world=2, port=int(keeper.stdout.readline()))
+    with pytest.raises(PeerError, match=r"^Rank 0 \(inner\) did not answer within 0\.5 s\.") as caught:
+        join()
+    assert (caught.value.rank, caught.value.role) == (0, "inner")
 
 
 def test_a_network_that_connects_nobody_is_said_to_be_so(place):

@@ -470,14 +470,17 @@ def test_the_thread_works_while_the_inner_loop_does():
 
         def observe(self, state, record):
             time.sleep(0.02)
-            return inverse.observe(state, record)
+            try:
+                return inverse.observe(state, record)
+            finally:
+                ended.release()
 
-    inverse = FisherDiagonal()
+    inverse, ended = FisherDiagonal(), threading.Semaphore(0)
     executor = Thread()
     records, _ = started(executor, Sleepy(), 6)
     for record in records:
-        time.sleep(0.03)
         executor.submit(record)
+        assert ended.acquire(timeout=60)  # the inner loop takes at least as long
     executor.drain()
     found = executor.measured()
     assert found.curvature_seconds >= 0.12

@@ -262,12 +262,14 @@ class Processes(Group):
         missing = [other for other in range(roles.world) if other != self.rank]
         self._store.set(f"left/{self.rank}", "null")  # as the others: no error of its own
         deadline = time.monotonic() + ROLL_CALL_SECONDS
-        while missing and time.monotonic() < deadline:
+        while True:  # at least once, however late this process comes to it
             for other in [other for other in missing if self._store.check([f"left/{other}"])]:
                 why = json.loads(self._store.get(f"left/{other}"))
                 if why is not None:
                     return PeerError(f"{roles.called(other)} stopped: {why}", other, roles.role(other))
                 missing.remove(other)
+            if not missing or time.monotonic() >= deadline:
+                break
             time.sleep(0.02)
         return lost(roles, missing, error.silent) if missing else error
 
