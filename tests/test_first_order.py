@@ -1,4 +1,4 @@
-"""BOME and F2SA against their papers' updates, written out with dense gradients, and the ends these lead to."""
+"""BOME, F2SA and PZOBO against their papers' updates, written out with dense gradients, and the ends these lead to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import nhgd
-from nhgd.algorithm import BOME, F2SA, resolve
+from nhgd.algorithm import BOME, F2SA, PZOBO, resolve
 from nhgd.objective import OracleCalls
 from nhgd.oracle import Oracle
 from nhgd.schedule import Constant, Power
@@ -462,6 +462,31 @@ def test_both_inner_variables_stay_in_the_ball(method):
     running = stepped(catalogue.mlp_module, method, 3, project=0.7)
     assert float(running._progress.state.pulled.norm()) <= 0.7 * (1 + 1e-12)
     assert float(running.problem.theta.flat().norm()) <= 0.7 * (1 + 1e-12)
+
+
+def test_pzobo_perturbs_to_the_inside_of_a_box_and_finds_what_unrolling_does():
+    def after_a_step(method):
+        seen = []
+
+        def inner(theta, v, batch):
+            seen.append((float(v.detach().min()), float(v.detach().max())))
+            return (theta - v).square()
+
+        v = torch.tensor([0.0, 1.0, 0.5, 0.0], dtype=torch.float64)
+        problem = nhgd.Bilevel(
+            inner, lambda theta, v, batch: (theta - 0.5).square().sum(), theta=torch.zeros_like(v), v=v
+        )
+        nhgd.Solver(
+            problem, [None], [None], method=method, inner_steps=4, outer_lr=0.1, inner_lr=0.8, project_v=(0, 1)
+        ).step()
+        return v, seen
+
+    found, seen = after_a_step(PZOBO(directions="all"))
+    expected, _ = after_a_step("itd")
+    assert (expected[:2] != torch.tensor([0.0, 1.0])).all()  # entries at both bounds had somewhere to go
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert min(low for low, _ in seen) >= 0
+    assert max(high for _, high in seen) <= 1
 
 
 @pytest.mark.parametrize("method", [BOME(), F2SA()], ids=lambda method: method.name)

@@ -48,7 +48,8 @@ class PZOBO(AbstractAlgorithm):
     References: D. Sow, K. Ji, Y. Liang, On the convergence theory for Hessian-free bilevel algorithms, 2022, algorithm 1
     (PZOBO) and, with batches, algorithm 2 (PZOBO-S).
     Deviations: 1. directions="all" is ours. 2. plain gradient steps only; other inner optimisers are refused, because each
-    perturbed loop would need moments of its own. 3. perturbed v are not projected.
+    perturbed loop would need moments of its own. 3. perturbed v are projected as v is, so that a weight stays a weight: a
+    coordinate is perturbed to the side with more room, and of a random direction an entry at its bound counts half.
     """
 
     name: ClassVar[str] = "pzobo"
@@ -68,7 +69,8 @@ class PZOBO(AbstractAlgorithm):
                 "PZOBO repeats its inner loop at other v, which the workers of one batch cannot divide. Run it on one"
                 " worker, or use another method without second derivatives, such as f2sa or bome."
             )
-        return PZOBOState(torch.zeros_like(loop.problem.v.flat())[None])
+        v = loop.problem.v.flat()
+        return PZOBOState(v.new_zeros(len(v) if self.directions == "all" else int(self.directions), len(v)))
 
     @override
     def step(self, loop: Loop, state: PZOBOState) -> tuple[PZOBOState, StepInfo]:
@@ -85,14 +87,25 @@ class PZOBO(AbstractAlgorithm):
         total = torch.zeros_like(v)
         for row in u:
             theta = start
+            moved, length = self._perturbed(loop, v, row)
             for objective, rate in zip(objectives, rates, strict=True):
-                with loop.temporarily_at(theta, v + self.mu * row):
+                with loop.temporarily_at(theta, moved):
                     theta = loop.projected(theta - rate * loop.replay(objective).inner_gradients(in_v=False).theta)
-            total += outer.theta.dot(theta - end).to(v.dtype) / self.mu * row
+            total += outer.theta.dot(theta - end).to(v.dtype) / length * row
         total /= 1 if self.directions == "all" else len(u)
         norm = loop.move_v([f + g for f, g in zip(outer.v, problem.v.unflatten(total), strict=True)])
         info = StepInfo(float(outer.value), float(torch.stack(losses).mean()), norm, 0, {"directions": len(u)})
         return PZOBOState(u), info
+
+    def _perturbed(self, loop: Loop, v: Tensor, row: Tensor) -> tuple[Tensor, float]:
+        """v + mu u within the constraints, and mu; along a coordinate to the side with more room, and how far."""
+        moved = loop.projected_v(v + self.mu * row)
+        if self.directions != "all" or loop.settings.project_v is None:
+            return moved, self.mu
+        other = loop.projected_v(v - self.mu * row)
+        along, back = float(row.dot(moved - v)), float(row.dot(other - v))
+        moved, length = (moved, along) if abs(along) >= abs(back) else (other, back)
+        return moved, length if length else self.mu  # where v cannot move at all, theta does not either
 
 
 def _directions(v: Tensor, count: int | str) -> Tensor:

@@ -308,6 +308,14 @@ class Loop:
             self.project_theta()
             return self.problem.theta.flat()
 
+    def projected_v(self, v: Tensor) -> Tensor:
+        """A vector (P,) after the projection of v, which does not move."""
+        if self.settings.project_v is None:
+            return v
+        with self.temporarily_at(self.problem.theta.flat(), v):
+            self.project_v()
+            return self.problem.v.flat()
+
     def shift_theta(self, change: Tensor) -> None:
         """Add a vector (D,) to theta, project, and let the inner clock tick."""
         self.problem.theta.assign(self.problem.theta.flat() + change)
