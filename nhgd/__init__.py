@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from nhgd._solution import Solution as Solution
     from nhgd._solved import solved as solved
     from nhgd._solver import Solver as Solver
+    from nhgd.comparison import Table as Table
+    from nhgd.comparison import bench as bench
     from nhgd.data import Data as Data
     from nhgd.errors import InputError as InputError
     from nhgd.errors import InverseWarning as InverseWarning
@@ -64,7 +66,9 @@ __all__ = [
     "RunError",
     "Solution",
     "Solver",
+    "Table",
     "algorithm",
+    "bench",
     "check",
     "check_along",
     "execution",
@@ -84,6 +88,7 @@ __all__ = [
 _HOMES = {
     "_along": ("AlongReport", "check_along"),
     "_check": ("Report", "check"),
+    "comparison": ("Table", "bench"),
     "data": ("Data",),
     "errors": ("InputError", "InverseWarning", "NhgdError", "NonFiniteError", "RunError"),
     "hypergradients": ("Hypergradient", "hypergradient"),

@@ -11,6 +11,7 @@ import torch
 from nhgd._captured import Captured
 from nhgd._captured.replay import StepFailed
 from nhgd._captured.steps import StepResult
+from nhgd._memory import synchronise
 from nhgd._nonfinite import check_losses, explained
 from nhgd._solution import Row, history_row
 from nhgd.algorithm import AbstractAlgorithm, Loop, StepInfo
@@ -69,6 +70,17 @@ def advance(algorithm: AbstractAlgorithm, progress: Progress, checkpoints: Check
     row = history_row(loop, info, loop.executor.measured().since(before), progress.seconds, taken)
     progress.history.append(row)
     return row
+
+
+def finish_on_the_clock(progress: Progress, row: Row) -> None:
+    """Wait for what a step left running on its device: that time is the step's, not that of the metrics after it."""
+    if progress.loop.problem.theta.device.type == "cpu":
+        return
+    before = time.perf_counter()
+    synchronise(progress.loop.problem.theta.device)
+    waited = time.perf_counter() - before
+    progress.seconds += waited
+    row["seconds"] += waited
 
 
 def _explained(loop: Loop, error: NhgdError, checkpoints: Checkpoints) -> NhgdError:

@@ -14,7 +14,7 @@ from nhgd import execution as executions
 from nhgd._captured import Captured
 from nhgd._captured.steps import StepResult, strides_of
 from nhgd._duration import seconds
-from nhgd._outer_step import advance_by
+from nhgd._outer_step import advance_by, finish_on_the_clock
 from nhgd._peers import Peers
 from nhgd._progress import bar
 from nhgd._randomness import Randomness
@@ -241,6 +241,7 @@ class Solver:
         taken = advance_by(self.algorithm, self._progress, self._checkpoints, self._captured, most, before)
         row = taken[-1].row
         if self.metrics is not None and (row["step"] % self.metrics_every == 0 or row["step"] == 1):
+            finish_on_the_clock(self._progress, row)
             row |= self.evaluate()  # it may raise: the step is complete, and its row stays
         self._progress.whole = True
         return taken
@@ -311,7 +312,7 @@ class Solver:
         if progress.interrupted is not None:
             run = progress.interrupted.resumed(rules, progress.history)
         elif rules:
-            run = Run(rules, self.loop.clock.k, progress.seconds)
+            run = Run(rules, self.loop.clock.k, progress.seconds, self.loop.calls.equivalents)
         else:
             raise InputError("run() needs to know when to stop: steps=1000, budget='60s' or plateau=50.")
         progress.run, progress.interrupted = run, None
@@ -360,6 +361,7 @@ class Solver:
             self.loop.clock.k - run.first,
             division.agreed(used) if run.clocked else used,
             bool(division.agreed(float(requested))) if division.workers > 1 else requested,
+            self.loop.calls.equivalents - run.gradients,
         )
 
     def solution(self, result: str = "stopped") -> Solution:

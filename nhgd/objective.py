@@ -22,6 +22,7 @@ from nhgd.errors import InputError
 from nhgd.losses import Losses
 from nhgd.problem import Bilevel
 from nhgd.record import InnerRecord, InnerStep, Reduction
+from nhgd.stop import gradient_equivalents
 
 
 @dataclass
@@ -47,6 +48,11 @@ class OracleCalls:
     def gradients(self) -> int:
         """First derivatives of either level."""
         return self.inner_gradients + self.outer_gradients
+
+    @property
+    def equivalents(self) -> float:
+        """All of them in gradients of one batch, see `nhgd.stop.gradient_equivalents`."""
+        return gradient_equivalents(self.as_dict())
 
     def as_dict(self) -> dict[str, int]:
         """All counters by name, with their total of first derivatives."""

@@ -18,6 +18,7 @@ from nhgd.errors import InputError
 
 S = TypeVar("S")
 Row = Mapping[str, Any]  # of the history, one for each outer step
+HVP = 2  # gradients that a product with a second derivative costs: two more passes through the graph of one
 FALL = 1e-4  # of the outer loss: by how much it must fall for a plateau to end
 
 
@@ -29,11 +30,25 @@ class Spent:
         steps: outer steps.
         seconds: of solving.
         requested: whether `Solver.stop` was called.
+        gradients: gradient-equivalents, as `gradient_equivalents` counts them.
     """
 
     steps: int
     seconds: float
     requested: bool = False
+    gradients: float = 0.0
+
+
+def gradient_equivalents(counts: Mapping[str, float]) -> float:
+    """What the derivatives of a row of the history cost, in gradients of one batch: a Hessian product counts as two.
+
+    A cross derivative counts as one, beside the pass that some of them need and that is counted as a gradient. What an
+    inverse computes without derivatives, such as an eigendecomposition, is not counted: that takes time, but no calls.
+
+    >>> gradient_equivalents({"gradients": 11, "hvps": 20, "cross": 1})
+    52.0
+    """
+    return float(counts["gradients"] + HVP * counts["hvps"] + counts["cross"])
 
 
 @dataclass(frozen=True)
@@ -114,6 +129,27 @@ class Budget(AbstractStop[None]):
         return spent.seconds / self.limit
 
 
+@final
+@dataclass(frozen=True)
+class Gradients(AbstractStop[None]):
+    """Stop after derivatives worth `limit` gradients, see `gradient_equivalents`: a budget that no clock disturbs."""
+
+    name: ClassVar[str] = "gradients"
+    limit: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.limit < float("inf"):
+            raise InputError(f"A budget of gradients is a number above 0, got {self.limit}.")
+
+    @override
+    def holds(self, spent: Spent, state: None) -> bool:
+        return spent.gradients >= self.limit
+
+    @override
+    def fraction(self, spent: Spent) -> float:
+        return spent.gradients / self.limit
+
+
 @dataclass(frozen=True)
 class Stall:
     """The lowest outer loss that counted, and the outer steps since."""
@@ -170,7 +206,7 @@ class Requested(AbstractStop[None]):
         return spent.requested
 
 
-_OWN: dict[str, type[AbstractStop[Any]]] = {rule.name: rule for rule in (Steps, Budget, Plateau)}
+_OWN: dict[str, type[AbstractStop[Any]]] = {rule.name: rule for rule in (Steps, Budget, Gradients, Plateau)}
 
 
 def chosen(
@@ -194,12 +230,14 @@ class Run:
         rules: in the order in which they are asked.
         first: the outer steps that the solver had taken before.
         began: the seconds of solving before.
+        gradients: the gradient-equivalents before.
     """
 
-    def __init__(self, rules: Sequence[AbstractStop[Any]], first: int, began: float) -> None:
+    def __init__(self, rules: Sequence[AbstractStop[Any]], first: int, began: float, gradients: float = 0.0) -> None:
         self.rules = (*rules, Requested())
         self.first = first
         self.began = began
+        self.gradients = gradients
         self._states: list[Any] = [rule.init() for rule in self.rules]
 
     @property
@@ -222,7 +260,7 @@ class Run:
         for rule in self.rules:
             if isinstance(rule, Steps):
                 left = min(left, rule.count - spent.steps)
-            elif not isinstance(rule, (Budget, Requested)):
+            elif not isinstance(rule, (Budget, Gradients, Requested)):
                 return 1
         return max(1, left)
 
@@ -276,6 +314,8 @@ class Interrupted:
         for row in history:
             if row["step"] > self.first:
                 run.note(row)
+            elif row["step"] == self.first and any(isinstance(rule, Gradients) for rule in run.rules):
+                run.gradients = gradient_equivalents(row)
         return run
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nhgd
-from nhgd.stop import AbstractStop, Budget, Interrupted, Plateau, Run, Spent, Steps
+from nhgd.stop import AbstractStop, Budget, Gradients, Interrupted, Plateau, Run, Spent, Steps, gradient_equivalents
 from nhgd.task import Quadratic
 
 
@@ -99,3 +99,28 @@ def test_a_rule_is_refused_that_could_never_hold():
     solver = Quadratic.preset("quick").build(0, torch.device("cpu")).start("aid")
     with pytest.raises(nhgd.InputError, match="run: stop must be"):
         solver.run(stop=["soon"])
+
+
+def test_a_budget_of_gradients_counts_from_the_start_of_its_run_also_after_a_resume(tmp_path):
+    def begin(**settings: Any) -> nhgd.Solver:
+        return Quadratic.preset("quick").build(0, torch.device("cpu")).start("soba", **settings)
+
+    with begin() as solver:
+        per_step = gradient_equivalents(solver.step())
+        assert solver.run(stop=[Gradients(3 * per_step)]).stats["steps"] == 4
+        assert solver.run(stop=[Gradients(2.5 * per_step)]).stats["steps"] == 7
+
+    class Power(Exception):
+        pass
+
+    def fail(row: Any) -> None:
+        if row["step"] == 5:
+            raise Power
+
+    with begin(checkpoint=tmp_path, checkpoint_every=1) as solver:
+        solver.run(steps=2)
+        solver.watch = fail
+        with pytest.raises(Power):
+            solver.run(stop=[Gradients(6 * per_step)])
+    with begin(checkpoint=tmp_path, resume=True) as solver:
+        assert solver.run().stats["steps"] == 8

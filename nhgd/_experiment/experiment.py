@@ -12,7 +12,7 @@ import torch
 from nhgd import task as tasks
 from nhgd._experiment.changes import check_early, for_run, for_task
 from nhgd._solver import Solver
-from nhgd.algorithm import AbstractAlgorithm
+from nhgd.algorithm import AbstractAlgorithm, prepared
 from nhgd.errors import InputError
 from nhgd.execution import AbstractExecutor
 from nhgd.paper import Printed, printed
@@ -28,7 +28,7 @@ class Experiment:
     """One method on one task, as it was asked for.
 
     Attributes:
-        name, preset, method: as they were given.
+        name, preset, method: as they were given; in Python a method may be an object.
         task: the task with its own changes.
         changes: everything that --set says.
         rest: what of it belongs neither to the task nor to an executor.
@@ -36,14 +36,19 @@ class Experiment:
 
     name: str
     preset: str
-    method: str | None
+    method: str | AbstractAlgorithm | None
     task: AbstractTask
     changes: Mapping[str, str]
     rest: Mapping[str, str]
 
     @classmethod
     def chosen(
-        cls, name: str, preset: str, method: str | None, changes: Mapping[str, str], for_executors: Splitter[H]
+        cls,
+        name: str | AbstractTask,
+        preset: str,
+        method: str | AbstractAlgorithm | None,
+        changes: Mapping[str, str],
+        for_executors: Splitter[H],
     ) -> tuple[Experiment, H]:
         """The experiment, and the settings of executors. What can be refused without data is refused here.
 
@@ -53,12 +58,21 @@ class Experiment:
         task, rest = for_task(tasks.resolve(name, preset), changes)
         of_executors, rest = for_executors(rest)
         check_early(task, method, rest)
-        found = cls(name, preset, method, task, changes, rest)
+        found = cls(
+            name if isinstance(name, str) else task.name,
+            preset if isinstance(name, str) else "",
+            method,
+            task,
+            changes,
+            rest,
+        )
         found.printed()
         return found, of_executors
 
     def printed(self) -> Printed | None:
         """The paper's settings for this method, if this is one of its experiments; else None."""
+        if isinstance(self.method, AbstractAlgorithm):
+            return None
         given = [text for key, text in self.changes.items() if key in ("beta", "inverse.beta")]
         return printed(self.name, self.preset, self.method, convert("beta", given[-1], float) if given else None)
 
@@ -66,7 +80,10 @@ class Experiment:
         """Make the data and the problem, and choose the method and the settings of the solver."""
         instance = self.task.build(seed, device, data)
         from_paper = self.printed()
-        if from_paper is None:
+        settings: dict[str, Any]
+        if isinstance(self.method, AbstractAlgorithm):
+            method, algorithm, settings = self.method.name, prepared(self.method, instance.problem), {}
+        elif from_paper is None:
             method, algorithm, settings = self.method or instance.method, instance.algorithm(self.method), {}
         else:
             method, algorithm = from_paper.method, from_paper.algorithm

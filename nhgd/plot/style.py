@@ -19,7 +19,7 @@ SETTINGS: Any = {  # any: matplotlib has a type of its own for the keys
     "font.size": 9.5,
     "axes.titlesize": 10.5,
     "axes.titlelocation": "left",
-    "axes.titleweight": "semibold",
+    "axes.titleweight": "bold",
     "axes.edgecolor": QUIET,
     "axes.labelcolor": INK,
     "axes.linewidth": 0.8,

@@ -134,9 +134,20 @@ def _seeded(build: Callable[..., Instance]) -> Callable[..., Instance]:
 
 @dataclass(frozen=True)
 class AbstractTask(Validated, ABC):
-    """A bilevel problem people know, with its settings as fields and named presets of them."""
+    """A bilevel problem people know, with its settings as fields and named presets of them.
+
+    Attributes:
+        name: as `nhgd list` shows it.
+        presets: settings by name.
+        headline: the number of a summary that methods are compared by.
+        curve: the number of the history that shows it over time.
+        selection: the number that chooses settings of a method, never taken from test data; lower is better.
+    """
 
     name: ClassVar[str]
+    headline: ClassVar[str] = "outer_loss"
+    curve: ClassVar[str] = "outer_loss"
+    selection: ClassVar[str] = "outer_loss"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"default": {}}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -95,6 +95,9 @@ class Cleaning(AbstractTask):
     """
 
     name: ClassVar[str] = "cleaning"
+    headline: ClassVar[str] = "test_accuracy"
+    curve: ClassVar[str] = "test_accuracy"
+    selection: ClassVar[str] = "evaluation_loss"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
         # It starts too trustful, so that even a few steps have something to learn.

@@ -105,6 +105,8 @@ class Distillation(AbstractTask):
     """
 
     name: ClassVar[str] = "distillation"
+    headline: ClassVar[str] = "test_accuracy"
+    curve: ClassVar[str] = "loop_test_accuracy"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
         "quick": {"dataset": "digits", "per_class": 1},

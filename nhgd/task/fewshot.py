@@ -94,6 +94,8 @@ class FewShot(AbstractTask):
     """
 
     name: ClassVar[str] = "fewshot"
+    headline: ClassVar[str] = "test_accuracy"
+    curve: ClassVar[str] = "test_accuracy"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
         "quick": {"dataset": "digits", "episodes": 20, "test_episodes": 30, "width": 4},

@@ -87,6 +87,9 @@ class Imbalance(AbstractTask):
     """
 
     name: ClassVar[str] = "imbalance"
+    headline: ClassVar[str] = "balanced_accuracy"
+    curve: ClassVar[str] = "loop_balanced_accuracy"
+    selection: ClassVar[str] = "evaluation_loss"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
         "quick": {"dataset": "digits", "most": 40, "ratio": 20.0, "model": "linear"},

@@ -40,6 +40,8 @@ class L2(AbstractTask):
     """
 
     name: ClassVar[str] = "l2"
+    headline: ClassVar[str] = "test_loss"
+    curve: ClassVar[str] = "test_loss"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
         "quick": {"dataset": "synthetic", "samples": 120, "features": 4, "decoys": 2},

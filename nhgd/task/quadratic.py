@@ -69,6 +69,9 @@ class Quadratic(AbstractTask):
     """
 
     name: ClassVar[str] = "quadratic"
+    headline: ClassVar[str] = "true_outer_loss"
+    curve: ClassVar[str] = "true_outer_loss"
+    selection: ClassVar[str] = "true_outer_loss"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
         "quick": {"dim": 6, "outer_dim": 3, "samples": 60},

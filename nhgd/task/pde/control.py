@@ -80,6 +80,8 @@ class PDE(AbstractTask):
     """
 
     name: ClassVar[str] = "pde"
+    headline: ClassVar[str] = "true_objective"
+    curve: ClassVar[str] = "true_objective"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "default": {},
         "quick": {

@@ -1,0 +1,245 @@
+"""One run of a comparison: built, warmed up, timed, evaluated outside the clock, and described by plain values."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from typing_extensions import override
+
+from nhgd._experiment import Built, Experiment
+from nhgd._memory import out_of_memory
+from nhgd._results import jsonable
+from nhgd._solution import Row
+from nhgd._solver import Solver
+from nhgd._threads import limited
+from nhgd.algorithm import AbstractAlgorithm
+from nhgd.comparison.budget import Allowance
+from nhgd.errors import InputError, NhgdError
+from nhgd.execution import Inline
+from nhgd.stop import AbstractStop, Spent, gradient_equivalents
+from nhgd.task import AbstractTask
+
+Run: TypeAlias = dict[str, Any]  # what `measured` gives; it is kept as JSON
+FULL = "full_"  # before the losses on all data, beside those of a step's batches
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one run is made from.
+
+    Attributes:
+        task, preset: a task by name with a preset, or an object.
+        label, method: the method's name in the comparison, and its name or object.
+        seed: of the data and of the run.
+        settings: of this run, by key.
+        allowance: what it may spend.
+        device, data: where it runs, and the folder of the task's files.
+        warmup: outer steps of a separate run before it.
+        patience: evaluations without a better selection loss after which it ends.
+        points: about how often it is evaluated.
+    """
+
+    task: str | AbstractTask
+    preset: str
+    label: str
+    method: str | AbstractAlgorithm
+    seed: int
+    settings: Mapping[str, Any]
+    allowance: Allowance
+    device: str = "cpu"
+    data: Path | None = None
+    warmup: int = 2
+    patience: int | None = None
+    points: int = 50
+    pictures: Path | None = field(default=None, compare=False)
+
+    def experiment(self) -> Experiment:
+        """The experiment; what can be refused without data is refused here."""
+        changes: dict[str, Any] = dict(self.settings)
+        return Experiment.chosen(self.task, self.preset, self.method, changes, lambda rest: (None, dict(rest)))[0]
+
+    @property
+    def key(self) -> str:
+        """What tells it from the other runs of its comparison."""
+        return json.dumps([self.label, self.seed, jsonable(self.settings)], sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Patience(AbstractStop[tuple[float, int]]):
+    """The evaluation loss has not fallen for `patience` evaluations."""
+
+    name: ClassVar[str] = "patience"
+    patience: int
+    loss: str
+
+    @override
+    def init(self) -> tuple[float, int]:
+        return float("inf"), 0
+
+    @override
+    def update(self, state: tuple[float, int], row: Mapping[str, Any]) -> tuple[float, int]:
+        """Rows without the loss were not evaluated."""
+        if self.loss not in row:
+            return state
+        best, since = state
+        return (row[self.loss], 0) if row[self.loss] < best else (best, since + 1)
+
+    @override
+    def holds(self, spent: Spent, state: tuple[float, int]) -> bool:
+        return state[1] >= self.patience
+
+
+def measured(trial: Trial) -> Run:
+    """Run it; an error that is the method's or the settings' own becomes part of the result."""
+    run: Run = {"method": trial.label, "seed": trial.seed, "settings": jsonable(trial.settings)}
+    run |= {"metrics": {}, "seconds": None, "oracle_calls": {}, "points": [], "warnings": [], "error": None}
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        try:
+            _measure(trial, run)
+        except NhgdError as error:
+            run["error"] = str(error)
+        except Exception as error:  # of a method, an inverse or a task from another package, or of torch
+            run["error"] = out_of_memory(error) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+    run["warnings"] = list(dict.fromkeys(str(warning.message) for warning in heard))
+    return run
+
+
+def _measure(trial: Trial, run: Run) -> None:
+    experiment, device = trial.experiment(), torch.device(trial.device)
+    threads = experiment.task.threads
+    with limited(None if threads is None or device.type != "cpu" else min(threads, torch.get_num_threads())):
+        pace = _warmed_up(trial, experiment, device)
+        began = time.perf_counter()
+        built = experiment.build(trial.seed, device, trial.data)
+        run["preparation_seconds"] = time.perf_counter() - began
+        run["evaluated_every"] = every = max(1, round(trial.allowance.steps(pace) / trial.points))
+        with _begun(built, trial.seed, every) as solver:
+            start = solver.evaluate()
+            run["points"] = [_point({"step": 0, "seconds": 0.0} | start, start, 0.0)]
+            try:
+                solution = solver.run(stop=_rules(trial, experiment.task, start), progress=False)
+            finally:
+                _note(run, solver, trial, start)
+            run["result"] = solution.result
+            run["metrics"] = {name: _finite(value) for name, value in built.instance.summary(solution).items()}
+            run["described"] = jsonable(built.described() | {"method": solver.algorithm})
+            run["compile"] = jsonable(solution.stats["compile"])
+            run["pictures"] = _drawn(trial, built)
+
+
+def _rules(trial: Trial, task: AbstractTask, start: Row) -> list[AbstractStop[Any]]:
+    rules = [trial.allowance.rule()]
+    if trial.patience is not None:
+        name = task.selection if task.selection in start else f"{FULL}{task.selection}"
+        rules.append(Patience(trial.patience, name))
+    return rules
+
+
+def _begun(built: Built, seed: int, every: int) -> Solver:
+    """A solver whose metrics are those of the task and both losses on all data."""
+    solver = built.start(seed, Inline())
+    instance = built.instance
+
+    def metrics(theta: Any, v: Any) -> dict[str, float]:
+        return instance.metrics(theta, v) | {f"{FULL}{name}": value for name, value in instance.losses().items()}
+
+    solver.metrics, solver.metrics_every = metrics, every
+    return solver
+
+
+_PACES: dict[str, dict[str, float]] = {}  # of this process: what one outer step costs, by what was warmed up
+
+
+def _warmed_up(trial: Trial, experiment: Experiment, device: torch.device) -> dict[str, float]:
+    """Take a few outer steps of another run and forget it: loading kernels is no part of a method's time.
+
+    What one outer step then costs. Every process does this once for each method with its settings.
+    """
+    key = json.dumps([str(trial.task), trial.preset, trial.label, jsonable(trial.settings), trial.device])
+    if key not in _PACES:
+        built = experiment.build(trial.seed, device, trial.data)
+        with _begun(built, trial.seed, every=2**30) as solver:
+            rows = solver.run(steps=max(2, trial.warmup), progress=False).history
+            solver.evaluate()
+        _PACES[key] = _cost(rows)
+    return _PACES[key]
+
+
+def _cost(rows: Sequence[Row]) -> dict[str, float]:
+    """Seconds and gradient-equivalents of an outer step: the median after the first."""
+    pairs = list(pairwise(rows)) or [({"seconds": 0.0}, rows[0])]
+    return {
+        "seconds": median(after["seconds"] - before["seconds"] for before, after in pairs),
+        "gradients": median(
+            gradient_equivalents(after) - (gradient_equivalents(before) if "gradients" in before else 0.0)
+            for before, after in pairs
+        ),
+    }
+
+
+def _note(run: Run, solver: Solver, trial: Trial, start: Row) -> None:
+    """What the solver has reached, also where it then failed."""
+    history = solver.history
+    evaluated = [row for row in history if f"{FULL}outer_loss" in row]
+    run["points"] += [_point(row, start, gradient_equivalents(row)) for row in evaluated]
+    run["steps"] = len(history)
+    run["seconds"] = solver.seconds
+    run["oracle_calls"] = solver.loop.calls.as_dict()
+    run["gradients"] = solver.loop.calls.equivalents
+    run["step_cost"] = _cost(history) if history else None
+    run["environment"] = environment(torch.device(trial.device), solver.loop.threads)
+
+
+def _point(row: Row, names: Iterable[str], gradients: float) -> Row:
+    """The metrics of a row, on the axes of step, seconds and gradient-equivalents; its losses are those on all data."""
+    return {
+        "step": row["step"],
+        "seconds": row["seconds"],
+        "gradients": gradients,
+        **{name.removeprefix(FULL): _finite(row[name]) for name in names},
+    }
+
+
+def _finite(value: float) -> float | None:
+    found = jsonable(float(value))
+    return None if found is None else float(found)
+
+
+def _drawn(trial: Trial, built: Built) -> list[str]:
+    """The task's own pictures of the last point, if they are wanted and can be drawn; their names."""
+    if trial.pictures is None:
+        return []
+    try:
+        trial.pictures.mkdir(parents=True, exist_ok=True)
+        return [path.name for path in built.instance.pictures(trial.pictures)]
+    except InputError:  # without Matplotlib
+        return []
+
+
+def environment(device: torch.device, threads: int | None = None) -> dict[str, Any]:
+    """The versions and the machine of a run."""
+    import nhgd
+
+    found: dict[str, Any] = {
+        "nhgd": nhgd.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads() if threads is None else threads,
+        "device": str(device),
+    }
+    return found | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
