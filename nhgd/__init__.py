@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from nhgd._along import check_along as check_along
     from nhgd._check import Report as Report
     from nhgd._check import check as check
+    from nhgd._influence import Influence as Influence
+    from nhgd._influence import influence as influence
     from nhgd._observing import observing as observing
     from nhgd._plan import Plan as Plan
     from nhgd._plan import plan as plan
@@ -55,6 +57,7 @@ __all__ = [
     "Data",
     "DatasetDistiller",
     "Hypergradient",
+    "Influence",
     "InputError",
     "InverseWarning",
     "LabelCleaner",
@@ -74,6 +77,7 @@ __all__ = [
     "execution",
     "hypergradient",
     "hypergradients",
+    "influence",
     "inverse",
     "observing",
     "plan",
@@ -92,6 +96,7 @@ _HOMES = {
     "data": ("Data",),
     "errors": ("InputError", "InverseWarning", "NhgdError", "NonFiniteError", "RunError"),
     "hypergradients": ("Hypergradient", "hypergradient"),
+    "_influence": ("Influence", "influence"),
     "_observing": ("observing",),
     "_plan": ("Plan", "plan"),
     "_solved": ("solved",),

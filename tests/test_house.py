@@ -46,7 +46,7 @@ ORDER = """
     _prices
     _budget
     hypergradients execution
-    _solved _observing
+    _solved _observing _influence
     loop
     algorithm
     checkpoint

@@ -63,6 +63,11 @@ def test_every_example_of_an_extension_works():
     assert torch.equal(*space["ends"])
 
 
+def test_the_harmful_samples_of_the_page_of_influence_are_the_wrong_ones():
+    space = run("influence.md")
+    assert space["wrong"][space["found"].harmful(10)].sum() >= 9  # of twenty among two hundred
+
+
 def test_every_page_is_in_the_navigation():
     listed = set(re.findall(r"([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("nav:")[1]))
     assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}

@@ -57,6 +57,10 @@ COMMANDS = {
         "theory",
         "Constants of a task, the step sizes and loop lengths of the theorems, and their cost. --set takes task settings.",
     ),
+    "influence": Command(
+        "influence",
+        "Influence of every training sample on every outer sample of a task, at its solved inner problem.",
+    ),
     "clean": Command(
         "clean",
         "Find mislabelled rows. --out has every row in its order, with weight, suspect, suggested_label and wrong_score added.",

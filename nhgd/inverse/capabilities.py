@@ -91,6 +91,15 @@ class FactorisesState(Protocol):
 
 
 @runtime_checkable
+class SettlesInSecondWalk(Protocol):
+    """A learned inverse that gains from a second walk over the same batches at the same theta."""
+
+    def settled(self, state: Any) -> tuple[Learned[Any], Any]:
+        """How the second walk is observed, and the state it starts from, given the state after the first."""
+        ...
+
+
+@runtime_checkable
 class SupportsBegin(Protocol[S]):
     """A learned inverse that heeds outer steps."""
 

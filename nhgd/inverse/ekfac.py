@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, final
 
@@ -80,6 +81,15 @@ class EKFAC(AbstractKronecker[EKFACState]):
 
     def _empty(self, starts: dict[str, int], sizes: dict[str, int]) -> EKFACState:
         return EKFACState(starts, sizes)
+
+    def settled(self, state: EKFACState) -> tuple[EKFAC, EKFACState]:
+        """For a second walk over the same batches: the eigenbasis of the factors of the first, which then stays.
+
+        After the second walk the moments are exact in it.
+        """
+        bases = {layer: basis._asdict() for layer, basis in decompositions(state, state.inputs, None).items()}
+        settled = replace(self, invert_every=sys.maxsize, invert_phase=0, overhead=None)
+        return settled, replace(state, mass=0.0, bases=bases, moments={})
 
     def _refreshed(self, before: EKFACState, state: EKFACState, record: LayerStatistics, rate: float) -> EKFACState:
         bases, moments = dict(state.bases), dict(state.moments)

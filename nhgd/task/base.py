@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch import Tensor
 
 from nhgd._randomness import Randomness
 from nhgd._registry import summary
@@ -82,6 +83,10 @@ class Instance(ABC):
     @abstractmethod
     def solve_inner(self) -> float:
         """Bring theta to the inner optimum at the current v, in place; returns the norm of the last inner gradient."""
+
+    def influence_metrics(self, total: Tensor) -> dict[str, float]:
+        """Numbers that the influence of each training sample on the mean outer loss, (N,), is judged by."""
+        return {}
 
     def pictures(self, folder: Path) -> list[Path]:
         """Draw what v has become into files of a folder; their paths."""

@@ -26,7 +26,7 @@ from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
 from nhgd.task._classifier import Architecture, Split, accuracy, mean_cross_entropy
 from nhgd.task._images import CLASSES, mean_and_deviation, read
-from nhgd.task._labels import NOISES, corrupt, detection_scores, with_every_class
+from nhgd.task._labels import NOISES, area, corrupt, detection_scores, with_every_class
 from nhgd.task._overfitting import overfitting
 from nhgd.task._weighted_training import WeightedTraining, inner_settings, nhgd_for, outer_settings
 from nhgd.task._weighting import WEIGHTINGS
@@ -371,6 +371,12 @@ class CleaningInstance(Instance):
             **overfitting(rows[0], best, end, self.training.weighting.by_loss),
             "wrong_labels": float(self.sets.wrong.sum()),
         }
+
+    @override
+    def influence_metrics(self, total: Tensor) -> dict[str, float]:
+        """How well a low influence points at a wrong label."""
+        wrong = self.sets.wrong.cpu()
+        return {"auc": area(-total[: len(wrong)], wrong)}
 
     @override
     def solve_inner(self) -> float:

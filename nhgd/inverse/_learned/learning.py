@@ -20,14 +20,15 @@ def learn(
     batches: Iterable[Batch],
     seed: int = 0,
     calls: OracleCalls | None = None,
+    state: Any = None,
 ) -> Any:
-    """The state of `inverse` after it has observed one inner gradient for each batch, None where nothing in it
-    learns. theta does not move.
+    """The state of `inverse` after it has observed one inner gradient for each batch, from its first state or from a
+    given one; None where nothing in it learns. theta does not move.
     """
     learner = inverse.learner
     if learner is None:
         return None
-    state = learner.init(problem.theta)
+    state = learner.init(problem.theta) if state is None else state
     recorder = Recorder(problem, learner.records, learner.fisher, calls, couples(learner))
     with without_autocast(), problem.guarded(seed):
         for batch in batches:
