@@ -17,7 +17,7 @@ def check_losses(info: StepInfo) -> None:
             raise NonFiniteError(name)
 
 
-def explained(loop: Loop, error: NonFiniteError) -> NhgdError:
+def root_cause(loop: Loop, error: NonFiniteError) -> NhgdError:
     """The error a user needs: what became non-finite, at which step, and why. theta and v have been put back."""
     problem, step = loop.problem, loop.clock.k + 1
     try:  # whose square roots the records hold

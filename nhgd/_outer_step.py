@@ -12,7 +12,7 @@ from nhgd._captured import Captured
 from nhgd._captured.replay import StepFailed
 from nhgd._captured.steps import StepResult
 from nhgd._memory import synchronise
-from nhgd._nonfinite import check_losses, explained
+from nhgd._nonfinite import check_losses, root_cause
 from nhgd._solution import Row, history_row
 from nhgd.algorithm import AbstractAlgorithm, Loop, StepInfo
 from nhgd.checkpoint import Checkpoints, Progress
@@ -44,9 +44,9 @@ def advance_by(
         try:
             return captured.replay(progress, most, before)
         except StepFailed as failed:
-            raise _explained(loop, failed.error, checkpoints) from failed
+            raise _with_cause(loop, failed.error, checkpoints) from failed
         except NhgdError as error:
-            raise _explained(loop, error, checkpoints) from error
+            raise _with_cause(loop, error, checkpoints) from error
 
 
 def advance(algorithm: AbstractAlgorithm, progress: Progress, checkpoints: Checkpoints, captured: Captured) -> Row:
@@ -61,7 +61,7 @@ def advance(algorithm: AbstractAlgorithm, progress: Progress, checkpoints: Check
             info = _attempt(algorithm, progress, captured)
         except NonFiniteError as error:
             loop.problem.set_point(start)
-            raise _explained(loop, error, checkpoints) from error
+            raise _with_cause(loop, error, checkpoints) from error
         except NhgdError as error:
             raise checkpoints.named_in(error) from error.__cause__
         loop.clock.k += 1
@@ -83,11 +83,11 @@ def finish_on_the_clock(progress: Progress, row: Row) -> None:
     row["seconds"] += waited
 
 
-def _explained(loop: Loop, error: NhgdError, checkpoints: Checkpoints) -> NhgdError:
+def _with_cause(loop: Loop, error: NhgdError, checkpoints: Checkpoints) -> NhgdError:
     """The error to show to the user, once theta and v are back where the step began."""
     cause = loop.executor.root_cause(error)
     if isinstance(cause, NonFiniteError):
-        cause = explained(loop, cause)
+        cause = root_cause(loop, cause)
     return checkpoints.named_in(cause)
 
 

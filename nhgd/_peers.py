@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from nhgd._solution import Solution
 from nhgd.checkpoint import Checkpoints, Progress
-from nhgd.execution.group import Group, Report
+from nhgd.execution.group import Group, Outcome
 
 
 class Peers:
@@ -35,7 +35,7 @@ class Peers:
     def finish(self, progress: Progress, solution: Solution) -> None:
         """Send the result of the run to the processes that served it."""
 
-        def report() -> Report:
+        def outcome() -> Outcome:
             values = {
                 "history": progress.history,
                 "stats": solution.stats,
@@ -43,10 +43,10 @@ class Peers:
                 "step": progress.loop.clock.k,
                 "seconds": progress.seconds,
             }
-            return Report(values, progress.loop.problem.point())
+            return Outcome(values, progress.loop.problem.point())
 
         with self.informed(), self._checkpoints.named_in_errors():
-            self._group.finish(report)
+            self._group.finish(outcome)
         self.waiting = False
 
     def serve(self, progress: Progress) -> Solution:

@@ -131,7 +131,7 @@ class Solver:
                 randomness,
                 self._captured,
             )
-            self._checkpoints.begin(self._progress, self.algorithm, given)
+            self._checkpoints.register(self._progress, self.algorithm, given)
         self._close_when_let_go()
 
     def _close_when_let_go(self) -> None:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import nhgd
 from nhgd._tree import map_tensors, named_tensors
-from nhgd.data import Stream
+from nhgd.data import BatchStream
 from nhgd.data.batch import common_length, fingerprint, first_bad, move
 from nhgd.oracle import Oracle
 from tests.catalogue import normal
@@ -182,7 +182,7 @@ def test_kinds_are_kept_moved_and_looked_into(kind: str) -> None:
     assert fingerprint(batch) != before
     with pytest.raises(nhgd.InputError, match="contains nan or inf"):
         nhgd.Solver(regression(), [batch], [torch.zeros(3)])
-    assert taken(Stream([batch], "inner_data", META).next())[0].device == META
+    assert taken(BatchStream([batch], "inner_data", META).next())[0].device == META
 
 
 @pytest.mark.parametrize("kind", SEEN)

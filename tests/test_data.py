@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import nhgd
 from nhgd._memory import PeakMemory
 from nhgd._tree import map_tensors, named_tensors, tensors
-from nhgd.data import Data, Stream, reiterable
+from nhgd.data import BatchStream, Data, reiterable
 from nhgd.data.batch import common_length, first_bad, lengths, move
 
 CPU = torch.device("cpu")
@@ -87,7 +87,7 @@ def test_batches_are_slices_of_the_permuted_tensors_bit_for_bit_and_stride_for_s
 
 def test_no_shuffled_copy_of_the_data_is_held() -> None:
     x = torch.randn(4000, 50)
-    stream = Stream(Data(x, batch=100), "inner_data", CPU)
+    stream = BatchStream(Data(x, batch=100), "inner_data", CPU)
     with PeakMemory() as peak:
         stream.peek()
         for _ in range(100):  # two passes and a half
@@ -144,7 +144,7 @@ def test_refusals_of_data(arrays: Any, options: Any, sentence: str) -> None:
 
 
 def test_a_stream_walks_pass_after_pass() -> None:
-    stream = Stream([(torch.tensor([1]),), (torch.tensor([2]),)], "inner_data", CPU)
+    stream = BatchStream([(torch.tensor([1]),), (torch.tensor([2]),)], "inner_data", CPU)
     assert [int(stream.next()[0]) for _ in range(5)] == [1, 2, 1, 2, 1]
     assert stream.passes == 3
 
@@ -152,7 +152,7 @@ def test_a_stream_walks_pass_after_pass() -> None:
 @given(samples=st.integers(1, 12), batch=st.integers(1, 12), wanted=st.integers(1, 30))
 @settings(max_examples=30, deadline=None)
 def test_a_stream_repeats_no_sample_within_a_pass(samples: int, batch: int, wanted: int) -> None:
-    stream = Stream(Data(torch.arange(samples), batch=batch), "inner_data", CPU)
+    stream = BatchStream(Data(torch.arange(samples), batch=batch), "inner_data", CPU)
     length = -(-samples // batch)
     found = [stream.next()[1] for _ in range(wanted)]
     for start in range(0, wanted, length):
@@ -163,7 +163,7 @@ def test_a_stream_repeats_no_sample_within_a_pass(samples: int, batch: int, want
 
 def test_a_loader_is_taken() -> None:
     loader = DataLoader(TensorDataset(torch.arange(6), torch.arange(6) * 2), batch_size=4)
-    stream = Stream(loader, "inner_data", CPU)
+    stream = BatchStream(loader, "inner_data", CPU)
     x, y = stream.next()
     assert torch.equal(y, 2 * x)
     assert [len(stream.next()[0]) for _ in range(3)] == [2, 4, 2]
@@ -171,7 +171,7 @@ def test_a_loader_is_taken() -> None:
 
 @pytest.mark.parametrize("source", [[], (), DataLoader(TensorDataset(torch.zeros(0, 2)))])
 def test_an_empty_source_says_so(source: Any) -> None:
-    stream = Stream(source, "outer_data", CPU)
+    stream = BatchStream(source, "outer_data", CPU)
     with pytest.raises(nhgd.InputError, match=r"outer_data yields no batch. Provide at least one"):
         stream.next()
 

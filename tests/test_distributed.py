@@ -25,12 +25,12 @@ from nhgd.algorithm import AID, NHGD, AbstractAlgorithm, NHGDSingle
 from nhgd.errors import InputError, NhgdError, NonFiniteError, PeerError, RunError
 from nhgd.execution import Distributed, Inline
 from nhgd.execution.distributed import client
-from nhgd.execution.distributed.assignment import Division
+from nhgd.execution.distributed.assignment import Assignment
 from nhgd.execution.distributed.messages import Messenger
 from nhgd.execution.distributed.roles import Roles
 from nhgd.execution.distributed.server import Server
 from nhgd.execution.distributed.wire import Layout, from_bytes, joined, shapes, to_bytes
-from nhgd.execution.group import Report
+from nhgd.execution.group import Outcome
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Refined
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.ridge import Ridge
@@ -199,7 +199,7 @@ def undelivered(rank: int) -> tuple[Any, ...]:
     if rank == 0:
         began = time.monotonic()
         try:
-            executor.group.finish(lambda: Report({}, []))
+            executor.group.finish(lambda: Outcome({}, []))
         except PeerError as error:
             cause = executor.group.root_cause(error)
             assert isinstance(cause, PeerError)
@@ -631,7 +631,7 @@ def test_bytes_of_several_kinds_stand_where_they_may():
 def test_layers_are_divided_by_cost_and_everything_has_one_owner():
     net = nn.Sequential(nn.Linear(30, 2), nn.Linear(2, 2), nn.Linear(2, 20))
     theta = Variable(net, "theta")
-    division = Division(KFAC(), theta, 2)
+    division = Assignment(KFAC(), theta, 2)
     assert {name: division.owner[name] for name in theta.names if "weight" in name} == {
         "0.weight": 0,
         "1.weight": 1,

@@ -320,7 +320,7 @@ def test_values_of_loaders():
     """Those of the smallest tensor, which the labels mostly are: of a sequence, one for each token."""
     x = torch.arange(6.0)
     dataset = torch.utils.data.TensorDataset(x, x)
-    stream = nhgd.data.Stream
+    stream = nhgd.data.BatchStream
     assert stream(torch.utils.data.DataLoader(dataset, batch_size=4, drop_last=True), "outer_data", CPU).values == 6
     assert stream([(x, x), (x[:2], x[:2])], "outer_data", CPU).values == 8
     assert stream([torch.tensor(1.0)], "outer_data", CPU).values is None

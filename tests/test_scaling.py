@@ -19,7 +19,7 @@ from benchmarks import scaling
 from benchmarks.tables import pages
 from nhgd.algorithm import NHGD
 from nhgd.execution import Device
-from nhgd.execution.distributed.assignment import Division
+from nhgd.execution.distributed.assignment import Assignment
 from nhgd.inverse import KFAC, FisherDense
 
 WIDTHS = (5, 4, 3)
@@ -76,7 +76,7 @@ def test_layers_are_divided_as_by_the_library():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
     theta = nhgd.Bilevel(lambda *_: None, lambda *_: None, model, torch.zeros(1)).theta
-    owner = Division(KFAC(), theta, 3).owner
+    owner = Assignment(KFAC(), theta, 3).owner
     expected = [{widths[int(n.split(".")[0])] for n, part in owner.items() if part == p} for p in range(3)]
     assert [{layer.inputs for layer in share} for share in scaling.mlp("", widths, 1).divided(3)] == expected
 

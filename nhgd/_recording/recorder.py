@@ -114,7 +114,7 @@ class Recorder(Tap):
         only the scores are computed, if they suffice.
         """
         if self.taps.layers:
-            self.verification.begin()
+            self.verification.before_record()
         found = self.taps.forward(batch, in_v=weighing is not None)
         self.problem.note_weights(found.losses)
         if weighing is not None and not found.batch_objective:
@@ -131,7 +131,7 @@ class Recorder(Tap):
         backward pass for each sample.
         """
         if self.taps.layers:
-            self.verification.begin()
+            self.verification.before_record()
         found = self.taps.seen(losses, calls, drawn=True)
         self.problem.note_weights(losses)
         self._differentiate(found, keep=True)
@@ -231,7 +231,7 @@ class Recorder(Tap):
             rows = self._other_rows(batch, found, others, seeds)
         weights = None if losses.weights is None else losses.weights.detach()
         if self.kind == "layer":
-            self.verification.settle(layers)
+            self.verification.check_recorded(layers)
             whole = LayerStatistics(
                 tuple(layers), others, rows, weights, here, reduction, batch_objective=found.batch_objective
             )
@@ -246,7 +246,7 @@ class Recorder(Tap):
                 f"fisher='{self.roots.fisher}' needs the model's outputs, which backward() alone does not provide."
                 " Take the loss from inner(batch), or pass observe() the losses of the samples with their outputs."
             )
-        self.verification.begin()
+        self.verification.before_record()
         pairs = [(call, score) for call, score in seen if isinstance(call, LayerCall)]
         norms = [(call, [score]) for call, score in seen if isinstance(call, NormCall)]
         first = pairs[0][0] if pairs else seen[0][0]

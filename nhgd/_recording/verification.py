@@ -53,7 +53,7 @@ class Verification:
         """Restore what `memory` returned."""
         self.unaccounted, self.recorded = set(memory["unaccounted"]), dict(memory["layers"])
 
-    def begin(self) -> None:
+    def before_record(self) -> None:
         """A record is about to be made."""
         tape.effect(self._count)
         if self.taps.norms:
@@ -159,7 +159,7 @@ class Verification:
         """The layers that are all of their parameters' gradients."""
         return [x for x in layers if x.weight not in self.unaccounted and x.bias not in self.unaccounted]
 
-    def settle(self, layers: Sequence[LayerRecord]) -> None:
+    def check_recorded(self, layers: Sequence[LayerRecord]) -> None:
         """Refuse a weight that was recorded as a layer and is now used outside of it: such records do not combine."""
         for weight, bias in self.recorded.items():
             if weight in self.unaccounted or bias in self.unaccounted:

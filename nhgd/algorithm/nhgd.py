@@ -31,7 +31,7 @@ from nhgd.problem import Bilevel
 Cross = Literal["auto", "lagged", "final", "trajectory"]
 Inner = Literal["optimizer", "natural"]
 Observe = Literal["all", "end"]
-Curvature = Literal["carried", "fresh"]
+CurvatureMode = Literal["carried", "fresh"]
 
 
 class Visit(NamedTuple):
@@ -119,7 +119,7 @@ class NHGD(AbstractAlgorithm):
     cross: Cross = "auto"
     batches: int | str = 1
     warm_start: bool = True
-    curvature: Curvature = "carried"
+    curvature: CurvatureMode = "carried"
     observe: Observe = "all"
     inner: Inner = "optimizer"
     natural_lr: float = 1.0

@@ -14,7 +14,7 @@ from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.algorithm.soba import adjoint_rate, check_rate
 from nhgd.data.batch import Batch, move, sizes
 from nhgd.data.loader import Data
-from nhgd.data.stream import Stream
+from nhgd.data.stream import BatchStream
 from nhgd.errors import InputError
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.oracle import Oracle
@@ -150,7 +150,7 @@ def _outer_row(at: Oracle) -> tuple[Tensor, Tensor]:
 
 
 def _filled(
-    stream: Stream, row: Callable[[Batch], Tensor], count: Callable[[list[Batch]], list[int]] | None = None
+    stream: BatchStream, row: Callable[[Batch], Tensor], count: Callable[[list[Batch]], list[int]] | None = None
 ) -> GradientTable:
     """Split the data into fixed batches, and evaluate each once. `count` gives the size of each batch."""
     source = stream.source
@@ -167,7 +167,7 @@ def _filled(
     return GradientTable(order, shares, rows, rows.new_tensor(shares) @ rows)
 
 
-def _batch(stream: Stream, order: Tensor, index: int) -> Batch:
+def _batch(stream: BatchStream, order: Tensor, index: int) -> Batch:
     """One batch of the fixed partition, on the device of theta."""
     source = stream.source
     if isinstance(source, Data):

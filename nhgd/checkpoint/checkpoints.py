@@ -47,12 +47,12 @@ class Checkpoints:
             if self._executor.group.leads:
                 self.writer.claim()
 
-    def begin(self, progress: Progress, algorithm: AbstractAlgorithm, arguments: Mapping[str, Any]) -> None:
+    def register(self, progress: Progress, algorithm: AbstractAlgorithm, arguments: Mapping[str, Any]) -> None:
         """Take note of a run before its first step, and of the solver's arguments, as given; refuse what cannot be
         kept.
         """
         if self.writer is not None:
-            self.writer.begin(progress, algorithm, arguments)
+            self.writer.register(progress, algorithm, arguments)
 
     def release(self) -> None:
         """Unlock the folder until the next step."""

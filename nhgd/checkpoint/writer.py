@@ -54,7 +54,7 @@ class CheckpointWriter:
         self._written = time.monotonic()
         self._took = 0.0
 
-    def begin(self, progress: Progress, algorithm: AbstractAlgorithm, arguments: Mapping[str, Any]) -> None:
+    def register(self, progress: Progress, algorithm: AbstractAlgorithm, arguments: Mapping[str, Any]) -> None:
         """Take note of a run before its first step, and of the solver's arguments, as given; refuse what cannot be
         kept.
         """

@@ -19,7 +19,7 @@ from nhgd._results import folder, jsonable
 from nhgd._solution import Solution
 from nhgd.cli._options import Json, Seed, checked_seed
 from nhgd.cli._output import console, number, print_json, table
-from nhgd.plot.demo import Samples, draw
+from nhgd.plot.demo import ShownSamples, draw
 from nhgd.task._classifier import Split, accuracy, fit, softmax_classifier
 from nhgd.task._images import CLASSES
 from nhgd.task._labels import detection_scores
@@ -74,7 +74,7 @@ def demo(
         ]
         assert place is not None
         images = sets.pixels.reshape(-1, sets.side, sets.side)
-        samples = Samples(images, sets.train.y, sets.true_labels, sets.wrong)
+        samples = ShownSamples(images, sets.train.y, sets.true_labels, sets.wrong)
         answer["picture"] = str(place.write("demo.png", lambda path: draw(path, answer, best, samples)))
         answer["seconds"] = time.perf_counter() - started
         answer["out"] = str(out)

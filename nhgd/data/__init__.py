@@ -2,6 +2,6 @@
 
 from nhgd.data.batch import Batch
 from nhgd.data.loader import Data, reiterable
-from nhgd.data.stream import Stream
+from nhgd.data.stream import BatchStream
 
-__all__ = ["Batch", "Data", "Stream", "reiterable"]
+__all__ = ["Batch", "BatchStream", "Data", "reiterable"]

@@ -23,7 +23,7 @@ class _Drawn(NamedTuple):
     samples: Tensor
 
 
-class Stream:
+class BatchStream:
     """An endless walk over a re-iterable loader, pass after pass, with batches moved to one device.
 
     Args:
@@ -67,7 +67,7 @@ class Stream:
         """The first batch of a pass, without advancing the walk or torch's generator."""
         before = torch.get_rng_state()
         try:
-            return Stream(self.source, self.name, self.device).next()
+            return BatchStream(self.source, self.name, self.device).next()
         finally:
             torch.set_rng_state(before)
 

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from nhgd._randomness import Randomness
 from nhgd._tree import tensors
 from nhgd.data.batch import Batch
-from nhgd.data.stream import Stream
+from nhgd.data.stream import BatchStream
 from nhgd.data_parallel.collectives import AbstractTeam, Team
 from nhgd.data_parallel.objective import DividedObjective, DividedOuterObjective
 from nhgd.data_parallel.shard import Shard, adopted, divided
@@ -40,12 +40,14 @@ class Division:
         found: whether the batches of each level are "divided" or "replicated"; empty for one worker.
     """
 
-    def __init__(self, problem: Bilevel, team: AbstractTeam, inner: Stream, outer: Stream, clock: Clock) -> None:
+    def __init__(
+        self, problem: Bilevel, team: AbstractTeam, inner: BatchStream, outer: BatchStream, clock: Clock
+    ) -> None:
         self.problem = problem
         self.team = team
         self.clock = clock
         self.found: dict[Level, str] = {}
-        self._streams: dict[Level, Stream] = {"inner": inner, "outer": outer}
+        self._streams: dict[Level, BatchStream] = {"inner": inner, "outer": outer}
         team.broadcast(self._replicas())
 
     @property

@@ -118,7 +118,7 @@ class AbstractBackground(AbstractExecutor):
         queue.put(work, is_record=True)
         self.traffic.records += 1
         while queue.launched and queue.launched[0].finalise is None and queue.launched[0].done.query():
-            queue.settle()  # soon, because its memory is kept until then
+            queue.finish_oldest()  # soon, because its memory is kept until then
         self.hold_back(self.outstanding())
 
     def outstanding(self) -> int:
@@ -148,7 +148,7 @@ class AbstractBackground(AbstractExecutor):
         """Check what the device has found so far, without waiting."""
         queue = self.queue
         while queue.launched and queue.launched[0].done.query():
-            queue.settle()
+            queue.finish_oldest()
 
     @override
     def root_cause(self, error: NhgdError) -> NhgdError:

@@ -110,7 +110,7 @@ class Queue:
         began = time.perf_counter()
         while not done() and self.error is None:
             if device and self.launched:
-                self.settle()
+                self.finish_oldest()
                 continue
             with self._changed:
                 if not done() and self.error is None and not (device and self.launched):
@@ -123,7 +123,7 @@ class Queue:
         if self._thread is not None:
             self.wait(lambda: self.unfinished == 0 and not self.launched)
 
-    def settle(self) -> None:
+    def finish_oldest(self) -> None:
         """Wait for the oldest records on the device, and check their results."""
         launched = self.launched[0]
         launched.done.synchronize()

@@ -13,8 +13,8 @@ from nhgd.record import Pool
 from nhgd.variable import Variable
 
 
-class Report(NamedTuple):
-    """The final report of the leading process to those that served: plain values, and tensors."""
+class Outcome(NamedTuple):
+    """The outcome of a run, from the leading process for those that served: plain values, and tensors."""
 
     text: dict[str, Any]
     tensors: list[Tensor]
@@ -51,15 +51,15 @@ class Group:
         """Whether this process keeps curvature for others and runs no inner loop; then only `serve` is called."""
         return False
 
-    def serve(self) -> Report:
-        """Keep curvature for others until they have finished; returns their report."""
+    def serve(self) -> Outcome:
+        """Keep curvature for others until they have finished; returns their outcome."""
         raise InputError("This process keeps no curvature for others.")
 
     def agreed(self, settings: dict[str, Any]) -> dict[str, Any]:
         """The settings of the process that leads, on all of them: some are chosen by a clock."""
         return settings
 
-    def finish(self, report: Callable[[], Report]) -> None:
+    def finish(self, outcome: Callable[[], Outcome]) -> None:
         """The run has ended well: those who served may go."""
 
     def fail(self, error: BaseException) -> None:

@@ -215,7 +215,7 @@ class Stream(AbstractBackground):
         side, inner = self._side, self._current()
         assert side is not None
         while len(self.queue.launched) > min(self.max_lag, PLACES - 2):
-            self.queue.settle()  # done long ago: no more than `max_lag` records are not
+            self.queue.finish_oldest()  # done long ago: no more than `max_lag` records are not
         gathered, self._gathered = self._gathered, []
         began = self._on(side, inner)
         try:

@@ -118,7 +118,7 @@ class SkipsSteps(Protocol):
 
 
 @runtime_checkable
-class Samples(Protocol):
+class TakesSamples(Protocol):
     """A learned inverse that takes a part of a record of layers."""
 
     def sampling(self, step: int) -> Sampling | None:
@@ -210,7 +210,7 @@ def needs_record(learner: Learned[Any], step: int) -> bool:
 
 def sampling(learner: Learned[Any], step: int) -> Sampling | None:
     """How much of this inner step's record is taken, if it holds layers; None: everything."""
-    return learner.sampling(step) if isinstance(learner, Samples) else None
+    return learner.sampling(step) if isinstance(learner, TakesSamples) else None
 
 
 def couples(learner: Learned[Any]) -> bool:

@@ -24,7 +24,7 @@ from nhgd._recording.weighing import Weighing
 from nhgd._tree import map_tensors
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import Data
-from nhgd.data.stream import Stream
+from nhgd.data.stream import BatchStream
 from nhgd.data_parallel import Division
 from nhgd.errors import InputError, NonFiniteError
 from nhgd.execution.base import AbstractExecutor, SupportsOverlap
@@ -73,8 +73,8 @@ class Loop:
         device = problem.theta.device
         self.problem = problem
         self.settings = settings
-        self.inner = Stream(inner_data, "inner_data", device)
-        self.outer = Stream(outer_data, "outer_data", device)
+        self.inner = BatchStream(inner_data, "inner_data", device)
+        self.outer = BatchStream(outer_data, "outer_data", device)
         self.calls = OracleCalls()
         self.solve_warnings = SolveWarnings()
         self.clock = Clock()

@@ -54,7 +54,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class NeumannEstimate:
     """The outer loss, the hypergradient, one tensor a leaf of v, and whether the series grew instead of shrinking."""
 
     value: Tensor
@@ -73,7 +73,7 @@ def draw(loop: Loop, estimator: Estimator, products: int, hold: bool = True) -> 
     return Sample(outer, cross, loop.inner_batches(count) if hold else count, terms, loop.seed())
 
 
-def estimate(loop: Loop, sample: Sample, phi: float) -> Estimate:
+def estimate(loop: Loop, sample: Sample, phi: float) -> NeumannEstimate:
     """The hypergradient at the current theta and v."""
     at = loop.oracle([sample.cross], sample.outer, sample.seed)
     outer = at.outer()
@@ -93,12 +93,12 @@ def estimate(loop: Loop, sample: Sample, phi: float) -> Estimate:
     # (I - phi H) never lengthens a vector when 0 <= H <= 2 / phi. Written so that nan counts as growth.
     grew = sample.products > 0 and not float(term.norm()) <= 1.001 * float(outer.theta.norm())
     leaves = [f - c for f, c in zip(outer.v, at.cross(x), strict=True)]
-    return Estimate(outer.value, leaves, grew)
+    return NeumannEstimate(outer.value, leaves, grew)
 
 
 def scaled(
     loop: Loop, sample: Sample, given: float | None, last: float | None, power_steps: int = 10
-) -> tuple[Estimate, float]:
+) -> tuple[NeumannEstimate, float]:
     """The hypergradient with the scale that was given, or with one that is found, and that scale.
 
     A scale that is not given is 1 / lambda_max by a power iteration, on the batch of the cross derivative of the first

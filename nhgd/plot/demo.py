@@ -12,7 +12,7 @@ from nhgd.plot.figure import figure
 RIGHT, WRONG, QUIET = "#2a78a8", "#d1603d", "#b9c0c7"
 
 
-class Samples(NamedTuple):
+class ShownSamples(NamedTuple):
     """Training images, (N, side, side), with the labels they were given, the true ones, and which are wrong, (N,)."""
 
     images: Tensor
@@ -21,7 +21,7 @@ class Samples(NamedTuple):
     wrong: Tensor
 
 
-def draw(path: Path, answer: dict[str, Any], weights: Tensor, samples: Samples) -> None:
+def draw(path: Path, answer: dict[str, Any], weights: Tensor, samples: ShownSamples) -> None:
     """Write the picture."""
     drawn = figure(13, 4.2, facecolor="white")
     parts: Any = drawn.subfigures(1, 3, width_ratios=(1, 1, 1.25), wspace=0.04)
@@ -51,7 +51,7 @@ def _accuracies(axes: Any, answer: dict[str, Any]) -> None:
     _plain(axes)
 
 
-def _weights(axes: Any, weights: Tensor, samples: Samples) -> None:
+def _weights(axes: Any, weights: Tensor, samples: ShownSamples) -> None:
     wrong, right = weights[samples.wrong].tolist(), weights[~samples.wrong].tolist()
     edges = [i / 25 for i in range(26)]
     axes.hist([wrong, right], edges, stacked=True, color=[WRONG, RIGHT], label=["wrong label", "right label"])
@@ -69,7 +69,7 @@ def _weights(axes: Any, weights: Tensor, samples: Samples) -> None:
     _plain(axes)
 
 
-def _suspects(images: Any, weights: Tensor, samples: Samples, rows: int = 3, columns: int = 6) -> None:
+def _suspects(images: Any, weights: Tensor, samples: ShownSamples, rows: int = 3, columns: int = 6) -> None:
     images.suptitle("Most suspected:  given label (true label)", x=0.02, ha="left", fontsize=11)
     most = weights.argsort()[: rows * columns].tolist()
     given, true = samples.given.tolist(), samples.true.tolist()

@@ -31,7 +31,7 @@ STEEPEST = 0.5  # of the cross-entropy in the scores: a bound on its curvature
 
 
 @dataclass(frozen=True)
-class Samples:
+class EpisodeSamples:
     """Images (N, side, side), their labels within the episode (N,) and the episodes (N,), in order of these."""
 
     x: Tensor
@@ -48,8 +48,8 @@ class Samples:
 class Episodes:
     """Several small classification problems: what each is trained on, and what judges it."""
 
-    support: Samples
-    query: Samples
+    support: EpisodeSamples
+    query: EpisodeSamples
     count: int
 
 
@@ -209,10 +209,10 @@ class FewShot(AbstractTask):
         for angle in range(1, turns):
             pixels[angles == angle] = pixels[angles == angle].rot90(angle, (-2, -1))
 
-        def samples(which: slice) -> Samples:
+        def samples(which: slice) -> EpisodeSamples:
             part = pixels[:, :, which]
             episode, label, _ = torch.meshgrid(*(torch.arange(n, device=device) for n in part.shape[:3]), indexing="ij")
-            return Samples(part.flatten(0, 2), label.flatten(), episode.flatten())
+            return EpisodeSamples(part.flatten(0, 2), label.flatten(), episode.flatten())
 
         return Episodes(samples(slice(self.shots)), samples(slice(self.shots, None)), count)
 
@@ -307,7 +307,7 @@ class FewShotInstance(Instance):
         by_episode: Tensor = hits.double().unflatten(0, (count, -1))
         return by_episode.mean(1)
 
-    def _trained(self, z: Tensor, support: Samples, count: int, tol: float) -> Tensor:
+    def _trained(self, z: Tensor, support: EpisodeSamples, count: int, tol: float) -> Tensor:
         """Heads trained to the end on features z (N, M + 1), (count, ways, M + 1)."""
         heads = z.new_zeros(count, self.task.ways, z.shape[1]).requires_grad_()
 

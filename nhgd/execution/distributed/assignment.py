@@ -21,7 +21,7 @@ S = TypeVar("S", bound=State)
 LAYOUT = ("starts", "sizes")  # the slice of each parameter in the flat vector: every rank knows all of them
 
 
-class Division:
+class Assignment:
     """Layers assigned to curvature ranks by the cost of their eigendecompositions; a single rank gets everything.
 
     Args:
@@ -56,7 +56,7 @@ class Division:
             loads[part] += costs[names]
             self.owner.update(dict.fromkeys(names, part))
 
-    def share(self, record: InnerRecord, part: int) -> InnerRecord:
+    def part_of(self, record: InnerRecord, part: int) -> InnerRecord:
         """What one rank needs of a record."""
         if self.parts == 1 or not isinstance(record, LayerStatistics):
             return record

@@ -14,7 +14,7 @@ from nhgd.errors import RunError
 from nhgd.execution.base import Traffic
 from nhgd.execution.distributed.messages import Message, Messenger, Tag, Word, error_from_text
 from nhgd.execution.distributed.wire import Layout, size_of, to_bytes
-from nhgd.execution.group import Report
+from nhgd.execution.group import Outcome
 from nhgd.record import InnerRecord
 
 LAYOUTS = 64  # of records that both sides remember; others are sent again
@@ -40,14 +40,14 @@ class Client:
 
     def __init__(self, messenger: Messenger, max_lag: int, traffic: Traffic) -> None:
         self._messenger: Messenger | None = messenger
-        self._keepers = messenger.roles.keepers
+        self._servers = messenger.roles.servers
         self._max_lag, self._period = max_lag, credit_period(max_lag)
         self._traffic = traffic
         self._layouts: dict[tuple[int, Layout], tuple[int, int]] = {}  # the number and the bytes of the last ones
-        self._sent: list[deque[tuple[int, list[Any]]]] = [deque() for _ in self._keepers]
+        self._sent: list[deque[tuple[int, list[Any]]]] = [deque() for _ in self._servers]
         self._messages = 0
-        self._credits = [0] * len(self._keepers)  # that were received
-        self._folded = [0] * len(self._keepers)  # records that are in the state, as far as is known
+        self._credits = [0] * len(self._servers)  # that were received
+        self._folded = [0] * len(self._servers)  # records that are in the state, as far as is known
         self.carried = 0  # bytes between the curvature ranks and the other inner ranks
 
     @property
@@ -97,13 +97,13 @@ class Client:
 
     def _send(self, part: int, word: Word, number: int = 0, text: Any = None, **given: Any) -> None:
         self._messages += 1
-        works = self.messenger.send(self._keepers[part], Tag.ORDERS, word, number, text, **given)
+        works = self.messenger.send(self._servers[part], Tag.ORDERS, word, number, text, **given)
         self._sent[part].append((self._messages, works))
 
     def tell(self, word: Word, parts: Parts | None = None) -> None:
         """Send something else than a record, in its order, from the first inner rank."""
         if self.is_first:
-            for part in range(len(self._keepers)):
+            for part in range(len(self._servers)):
                 text, tensors = (None, ()) if parts is None else parts(part)
                 self._send(part, word, 0, text, tensors=[t.cpu() for t in tensors])
 
@@ -117,7 +117,7 @@ class Client:
             alone: whether the first inner rank alone is answered.
         """
         if self.is_first:
-            for part in range(len(self._keepers)):
+            for part in range(len(self._servers)):
                 text, tensors = (None, ()) if parts is None else parts(part)
                 if word == Word.SOLVE:
                     self._traffic.bytes_sent += sum(t.numel() * t.element_size() for t in tensors)
@@ -125,7 +125,7 @@ class Client:
         elif alone:
             return []
         with self._waiting():
-            found = [self.messenger.receive(keeper, Tag.REPLIES) for keeper in self._keepers]
+            found = [self.messenger.receive(server, Tag.REPLIES) for server in self._servers]
             for part, message in enumerate(found):
                 self._collect(part, message.text["records"] // self._period * self._period)
                 self._note(part, message.text["records"], message.text["received"][self.messenger.rank])
@@ -141,7 +141,7 @@ class Client:
     def _collect(self, part: int, records: int) -> None:
         """Receive acknowledgements of a curvature rank until this many records are in its state."""
         while self._credits[part] * self._period < records:
-            found, received = self.messenger.receive_numbers(self._keepers[part], Tag.CREDITS, 2)
+            found, received = self.messenger.receive_numbers(self._servers[part], Tag.CREDITS, 2)
             self._credits[part] += 1
             self._note(part, found, received)
 
@@ -159,9 +159,9 @@ class Client:
         finally:
             self._traffic.waited_seconds += time.perf_counter() - began
 
-    def finish(self, report: Report) -> None:
+    def finish(self, outcome: Outcome) -> None:
         """Let the curvature ranks go, when they have everything."""
-        self.ask(Word.FINISH, lambda part: (report.text, report.tensors))
+        self.ask(Word.FINISH, lambda part: (outcome.text, outcome.tensors))
 
     def close(self) -> None:
         """Close the connections."""

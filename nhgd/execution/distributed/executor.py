@@ -13,7 +13,7 @@ from nhgd._validation import positive
 from nhgd.errors import InputError, RunError
 from nhgd.execution._remote import asking
 from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
-from nhgd.execution.distributed.assignment import Division
+from nhgd.execution.distributed.assignment import Assignment
 from nhgd.execution.distributed.client import Client
 from nhgd.execution.distributed.group import Processes
 from nhgd.execution.distributed.messages import Message, Word
@@ -88,7 +88,7 @@ class Distributed(AbstractExecutor):
         group, messenger = self.group, self.group.messenger
         if messenger is None:
             raise RunError("The distributed executor is closed. Make a new one for another run.")
-        self._division = Division(learner, theta, self.roles.curvature)
+        self._assignment = Assignment(learner, theta, self.roles.curvature)
         if group.serves:
             group.server = group.server or Server(messenger, learner, theta, self.max_lag)
             group.server.inverse = learner
@@ -114,7 +114,7 @@ class Distributed(AbstractExecutor):
         if self._local is not None:
             self._local.submit(record)
         else:
-            self._client.submit([self._division.share(record, part) for part in range(self._division.parts)])
+            self._client.submit([self._assignment.part_of(record, part) for part in range(self._assignment.parts)])
 
     @override
     def state(self, wait: bool = False) -> tuple[Any, int]:
@@ -150,18 +150,18 @@ class Distributed(AbstractExecutor):
     def _ask(self, marked: Any, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         text: dict[str, Any] = {"marked": marked, "damping": None}
         learner = self.learner
-        divided = self._division.parts > 1 and isinstance(learner, AbstractKronecker) and learner.damping is None
+        divided = self._assignment.parts > 1 and isinstance(learner, AbstractKronecker) and learner.damping is None
         if divided and not ridge.positive:
             # The default damping is a share of the mean diagonal of the whole model, and each rank knows only a part.
             parts = self._client.ask(Word.DIAGONAL, lambda part: ({"marked": marked}, ()), overtake=marked)
             text["damping"] = resolve_damping(None, ridge, sum(message.text["mean"] for message in parts))
         found = self._client.ask(
             Word.SOLVE,
-            lambda part: (text, [self._division.gather(u.detach(), part).cpu(), ridge.tensor(u.dtype).cpu()]),
+            lambda part: (text, [self._assignment.gather(u.detach(), part).cpu(), ridge.tensor(u.dtype).cpu()]),
             overtake=marked,
         )
         self.traffic.bytes_sent += sum(message.data.numel() for message in found)
-        x = self._division.scatter([message.tensors()[0] for message in found])
+        x = self._assignment.scatter([message.tensors()[0] for message in found])
         return x, _stats(found[0])
 
     @override
@@ -177,7 +177,7 @@ class Distributed(AbstractExecutor):
             from_message(message.text, message.tensors(), fresh, self._theta.device)
             for message in self._client.ask(Word.KEEP, alone=True)
         ]
-        return self._division.whole(found)
+        return self._assignment.whole(found)
 
     @override
     def restore(self, state: Any) -> None:
@@ -189,7 +189,7 @@ class Distributed(AbstractExecutor):
             return
         if not isinstance(state, State):
             raise InputError(f"{self.inverse.name} has a state that cannot be sent. Let its class derive from State.")
-        self._client.tell(Word.RESTORE, lambda part: to_message(self._division.own(state, part)))
+        self._client.tell(Word.RESTORE, lambda part: to_message(self._assignment.own(state, part)))
 
     @override
     def measured(self) -> Traffic:

@@ -23,7 +23,7 @@ from nhgd.execution.distributed.client import Client
 from nhgd.execution.distributed.messages import Messenger, lost
 from nhgd.execution.distributed.roles import Roles
 from nhgd.execution.distributed.server import Server
-from nhgd.execution.group import Group, Report
+from nhgd.execution.group import Group, Outcome
 from nhgd.variable import Variable
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class Processes(Group):
     @property
     @override
     def serves(self) -> bool:
-        return self._roles is not None and self.rank in self._roles.keepers
+        return self._roles is not None and self.rank in self._roles.servers
 
     @override
     def join(self, theta: Variable) -> None:
@@ -226,8 +226,8 @@ class Processes(Group):
         return found
 
     @override
-    def serve(self) -> Report:
-        """Keep curvature until the inner ranks have finished; returns the report of the first of them."""
+    def serve(self) -> Outcome:
+        """Keep curvature until the inner ranks have finished; returns the outcome as the first of them tells it."""
         if self.server is None:
             raise InputError(
                 "This method has no inverse that learns, so a curvature rank would have nothing to do. Use curvature_ranks=0 to"
@@ -236,9 +236,9 @@ class Processes(Group):
         return self.server.serve()
 
     @override
-    def finish(self, report: Callable[[], Report]) -> None:
+    def finish(self, outcome: Callable[[], Outcome]) -> None:
         if self.client is not None:
-            self.client.finish(report() if self.rank == 0 else Report({}, []))
+            self.client.finish(outcome() if self.rank == 0 else Outcome({}, []))
 
     @override
     def fail(self, error: BaseException) -> None:

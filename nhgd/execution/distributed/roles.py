@@ -45,7 +45,7 @@ class Roles:
         return range(self.workers)
 
     @property
-    def keepers(self) -> range:
+    def servers(self) -> range:
         """The ranks that keep curvature."""
         return range(self.workers, self.world)
 

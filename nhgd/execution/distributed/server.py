@@ -12,11 +12,11 @@ from torch import Tensor
 
 from nhgd.errors import NhgdError
 from nhgd.execution._stopwatch import Stopwatch
-from nhgd.execution.distributed.assignment import Division
+from nhgd.execution.distributed.assignment import Assignment
 from nhgd.execution.distributed.client import credit_period
 from nhgd.execution.distributed.messages import Message, Messenger, Tag, Word, error_to_text
 from nhgd.execution.distributed.wire import Layout, from_bytes, from_message, joined, to_message
-from nhgd.execution.group import Report
+from nhgd.execution.group import Outcome
 from nhgd.inverse._learned.damping import damped
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.state import State
@@ -51,7 +51,7 @@ class Server:
         self._messenger, self._roles = messenger, messenger.roles
         self._part = messenger.rank - self._roles.workers
         self.inverse, self._theta, self._device = inverse, theta, theta.device
-        self._division = Division(self.inverse, theta, self._roles.curvature)
+        self._assignment = Assignment(self.inverse, theta, self._roles.curvature)
         self._layouts: dict[tuple[int, int], Layout] = {}  # as many as the senders have numbers for
         self._changed = threading.Condition()
         self._waiting: deque[Message | _Record | BaseException] = deque()
@@ -78,8 +78,8 @@ class Server:
         return self._thread is not None and self._thread.is_alive()
 
     @torch.no_grad()
-    def serve(self) -> Report:
-        """Serve until the inner ranks have finished; returns the report of the first of them."""
+    def serve(self) -> Outcome:
+        """Serve until the inner ranks have finished; returns the outcome as the first of them tells it."""
         self._thread = thread = threading.Thread(target=self._receive, name="nhgd receiver", daemon=True)
         thread.start()
         while True:
@@ -97,7 +97,7 @@ class Server:
                     while sent:
                         self._messenger.wait(sent.popleft(), inner)
                 shapes_alone = {key: value for key, value in message.text.items() if key != "shapes"}
-                return Report(shapes_alone, message.tensors())
+                return Outcome(shapes_alone, message.tensors())
             else:
                 self._change(message)
 
@@ -225,7 +225,7 @@ class Server:
             self._marked = self._state.clone() if isinstance(self._state, State) else self._state
             self._operator = None
         elif request.word == Word.KEEP:
-            return to_message(self._division.own(self._state, self._part))
+            return to_message(self._assignment.own(self._state, self._part))
         elif request.word == Word.DIAGONAL:
             assert isinstance(self.inverse, AbstractKronecker)
             state = self._marked if request.text["marked"] else self._state
@@ -236,7 +236,7 @@ class Server:
         self, marked: bool, damping: float | None, own: Tensor, sent: Tensor
     ) -> tuple[dict[str, Any], list[Tensor]]:
         own, sent = own.to(self._device), sent.cpu()
-        u = self._division.spread(own, self._part, torch.zeros(self._theta.numel, dtype=own.dtype, device=own.device))
+        u = self._assignment.spread(own, self._part, torch.zeros(self._theta.numel, dtype=own.dtype, device=own.device))
         state = self._marked if marked else self._state
         inverse = self.inverse if damping is None else damped(self.inverse, damping)
         ridge = Ridge.of(sent).to(u.device)
@@ -251,4 +251,4 @@ class Server:
             x, stats = inverse.solve(state, u, ridge)
             notes = {"residual": stats.residual, "hvps": stats.hvps, "converged": stats.converged, "notes": stats.notes}
             self._operator = key, None
-        return notes, [self._division.gather(x, self._part)]
+        return notes, [self._assignment.gather(x, self._part)]
