@@ -183,6 +183,20 @@ class Oracle:
         value, in_theta, *rest = self._sum([value, theta.flatten(total[:split])], total[split:] if in_v else ())
         return InnerGradients(value, in_theta, rest if in_v else total[split:])
 
+    def in_v(self) -> list[Tensor]:
+        """The derivative of the inner objective in v at fixed theta, one tensor a leaf; no graph in theta is made."""
+        theta, v = [leaf.detach() for leaf in self.problem.theta.leaves], self.problem.v.leaves
+        total = [torch.zeros_like(leaf) for leaf in v]
+        for objective, share in zip(self.objectives, self.shares, strict=True):
+            with objective.drawing(), torch.enable_grad():
+                term = objective.term(theta)
+                found = torch.autograd.grad(term, v, allow_unused=True) if term.requires_grad else (None,) * len(v)
+            objective.count(self.calls)
+            for t, f in zip(total, found, strict=True):
+                if f is not None:
+                    t.add_(f, alpha=share)
+        return self._sum([], total)
+
     def _graph(self, objective: Objective) -> tuple[Tensor, ...]:
         """The inner gradient on one batch with its graph, ridge included. Kept when there is one batch only."""
         if self._kept is not None:

@@ -311,6 +311,22 @@ def penalty(first: float, shared: bool, growth: float = 0.0) -> Formula:
     return formula
 
 
+def adapted(momentum: float = 0.0) -> Formula:
+    """SAMA, whose differences are exact here: x = (1 - dampening) eta u, with dampening 0."""
+
+    def formula(replay: Replay) -> Iterator[tuple[Tensor, Tensor]]:
+        theta, v = replay.zeros()
+        buffer = torch.zeros_like(theta)
+        while True:
+            for _ in range(replay.inner_steps):
+                buffer = momentum * buffer + replay.next().gradient(theta, v)
+                theta = theta - replay.eta * buffer
+            v = replay.down(v, replay.next().cross(replay.eta * replay.u(theta)))
+            yield theta, v
+
+    return formula
+
+
 def barrier(pulled_lr: Rate, strength: float = 0.5) -> Formula:
     """BOME with the barrier strength ||grad q||^2."""
 

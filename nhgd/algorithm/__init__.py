@@ -24,6 +24,7 @@ from nhgd.algorithm.nhgd import NHGD
 from nhgd.algorithm.nhgd_single import NHGDSingle
 from nhgd.algorithm.pzobo import PZOBO
 from nhgd.algorithm.saba import SABA
+from nhgd.algorithm.sama import SAMA
 from nhgd.algorithm.soba import SOBA
 from nhgd.algorithm.srba import SRBA
 from nhgd.algorithm.stocbio import StocBiO
@@ -109,6 +110,7 @@ __all__ = [
     "NHGD",
     "PZOBO",
     "SABA",
+    "SAMA",
     "SOBA",
     "SRBA",
     "SUSTAIN",

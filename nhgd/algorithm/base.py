@@ -18,7 +18,7 @@ class AbstractAlgorithm(Validated, ABC):
     """Who moves when. A subclass is a frozen dataclass of hyper-parameters; what evolves is a state of its own."""
 
     name: ClassVar[str]
-    plain: ClassVar[bool] = False  # whether it takes plain gradient steps on theta instead of the task's optimiser
+    plain: ClassVar[bool] = False  # whether tasks give it plain gradient steps on theta in place of their own optimiser
     unrolls: ClassVar[bool] = False  # whether it differentiates the inner steps, and with them a learnt size of theirs
 
     @property

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from nhgd._validation import positive
 from nhgd.algorithm.base import AbstractAlgorithm
+from nhgd.loop.companion import Companion
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.schedule import Constant, Power, Rate, Schedule, as_schedule
 
@@ -19,9 +19,9 @@ Barrier = Literal["gradient", "gap"]
 
 @dataclass
 class BOMEState:
-    """The inner variable that the outer loss pulls, (D,)."""
+    """The inner variable that the outer loss pulls."""
 
-    pulled: Tensor
+    pulled: Companion
 
 
 @final
@@ -29,7 +29,7 @@ class BOMEState:
 class BOME(AbstractAlgorithm):
     """First order, one loop in (v, theta): the outer loss descends while the inner gap shrinks.
 
-    In addition to `theta`, which takes plain inner steps, there is `pulled`, which the outer loss moves too:
+    In addition to `theta`, which takes inner steps alone, there is `pulled`, which the outer loss moves too:
 
         repeat K times:
             theta = pulled;   repeat T times:  theta <- Pi( theta - eta_t grad_theta l(v, theta, batch) )
@@ -49,6 +49,8 @@ class BOME(AbstractAlgorithm):
         alpha_k = alpha h / (k + h),      pulled moves by min( alpha_k, eta h / (k + h) ),      h = halved_after
 
     An alpha that suits v may be far too long for `pulled`, whose curvature is that of the inner loss; hence the bound eta.
+    theta takes its steps by any inner optimiser, whose moments go on although theta begins anew. If it is not plain SGD,
+    `pulled` moves by one like it along its direction, with a step size of eta h / (k + h), or pulled_lr.
     With noisy batches the end moves, because the multiplier divides by a noisy size, which no step size mends: take large
     batches.
 
@@ -89,21 +91,20 @@ class BOME(AbstractAlgorithm):
     @override
     def init(self, loop: Loop) -> BOMEState:
         """Both inner variables start equal, and a constant step size of v starts to decay."""
-        loop.plain_rate("BOME")
         alpha, own = loop.v.schedule, isinstance(loop.settings.outer_lr, Schedule)
         if self.halved_after is not None and isinstance(alpha, Constant) and not own:
             loop.v.schedule = Power(alpha.lr, 1.0, offset=self.halved_after)
-        return BOMEState(loop.problem.theta.flat())
+        return BOMEState(Companion(loop.problem.theta.flat()))
 
     @override
     def step(self, loop: Loop, state: BOMEState) -> tuple[BOMEState, StepInfo]:
         problem = loop.problem
-        problem.theta.assign(state.pulled)
+        problem.theta.assign(state.pulled.theta)
         losses = [loop.inner_step() for _ in range(loop.settings.inner_steps)]
         batches, outer_batch, seed = loop.inner_batches(1), loop.outer.next(), loop.seed()
         here = loop.oracle(batches, outer_batch, seed)
         trained = here.inner_gradients()
-        with loop.temporarily_at(state.pulled):
+        with loop.temporarily_at(state.pulled.theta):
             at = loop.oracle(batches, outer_batch, seed)
             f, q = at.outer(), at.inner_gradients()
         q_v = [a - b for a, b in zip(q.v, trained.v, strict=True)]
@@ -112,18 +113,19 @@ class BOME(AbstractAlgorithm):
         gap = float(q.value - trained.value)
         barrier = self.strength * (size if self.barrier == "gradient" else gap)
         multiplier = max((barrier - along) / size, 0.0) if size > 0 else 0.0
-        pulled = loop.projected(state.pulled - self._pulled_rate(loop) * (f.theta + multiplier * q.theta))
+        eta = loop.theta.rate(loop.clock)
+        direction = f.theta + multiplier * q.theta
+        pulled = state.pulled.moved(loop, direction, loop.clock, self._pulled_rate(loop, eta) / eta)
         outer_loss = here.outer_value()
         norm = loop.move_v([a + multiplier * b for a, b in zip(f.v, q_v, strict=True)])
         notes = {"multiplier": multiplier, "gap": gap}
         return BOMEState(pulled), StepInfo(outer_loss, float(torch.stack(losses).mean()), norm, 0, notes)
 
-    def _pulled_rate(self, loop: Loop) -> float:
+    def _pulled_rate(self, loop: Loop, bound: float) -> float:
         """How far `pulled` moves along its direction."""
         clock = loop.clock
         if self.pulled_lr is not None:
             return as_schedule(self.pulled_lr, "pulled_lr").rate(clock)
-        bound = loop.theta.rate(clock)
         if self.halved_after is not None:
             bound = Power(bound, 1.0, offset=self.halved_after).rate(clock)
-        return min(loop.v.rate(clock), bound)
+        return min(loop.v.rate(clock), bound) if loop.theta.is_plain else bound

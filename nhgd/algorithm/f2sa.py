@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from nhgd._validation import not_negative, positive
 from nhgd.algorithm.base import AbstractAlgorithm
+from nhgd.loop.companion import Companion
 from nhgd.loop.loop import Loop, StepInfo
 
 
 @dataclass
 class F2SAState:
-    """The inner variable that the outer loss pulls, (D,)."""
+    """The inner variable that the outer loss pulls."""
 
-    pulled: Tensor
+    pulled: Companion
 
 
 @final
@@ -37,6 +37,10 @@ class F2SA(AbstractAlgorithm):
     At a finite multiplier it ends where a hypergradient vanishes that has H + d2_theta f / multiplier in place of H (exactly
     so where f is quadratic in theta), whatever T is: both variables go on from step to step.
 
+    Both take the steps of the inner optimiser, each with moments of its own. One that divides by the size of gradients, such
+    as Adam, keeps stepping by about its step size near the optimum, and the multiplier magnifies the difference that remains:
+    let its step size fall, and take `shared`.
+
     Args:
         first: the multiplier of the first outer step.
         growth: the power it grows with; 0 for a constant one. The paper's rates have 1/7 with noise in both levels, 1/5 with
@@ -53,7 +57,7 @@ class F2SA(AbstractAlgorithm):
     Deviations: 1. the paper's analysis has pace 1/2; here it is 1, because variables that move at one pace lag behind a
     moving v by the same, which cancels in their difference. 2. the multiplier is a power of k, not a sum of increments.
     3. what a run hands back is `theta`, and its outer loss is reported, so that both can be compared with those of other
-    methods. 4. plain gradient steps only; other inner optimisers are refused.
+    methods. 4. the paper has plain gradient steps; here the inner optimiser may be any but LBFGS.
     """
 
     name: ClassVar[str] = "f2sa"
@@ -79,31 +83,29 @@ class F2SA(AbstractAlgorithm):
     @override
     def init(self, loop: Loop) -> F2SAState:
         """Both inner variables start equal."""
-        loop.plain_rate("F2SA")
-        return F2SAState(loop.problem.theta.flat())
+        return F2SAState(Companion(loop.problem.theta.flat()))
 
     @override
     def step(self, loop: Loop, state: F2SAState) -> tuple[F2SAState, StepInfo]:
         multiplier, pulled = self.multiplier(loop.clock.k), state.pulled
         losses = []
         for _ in range(loop.settings.inner_steps):
-            eta = self.pace * loop.plain_rate("F2SA")
-            batch = loop.inner_batch()
+            batch, clock = loop.inner_batch(), replace(loop.clock)
             losses.append(loop.inner_step(loop.objective(batch)))
-            with loop.temporarily_at(pulled):
+            with loop.temporarily_at(pulled.theta):
                 at = loop.oracle([self._other(loop, batch)], loop.outer.next())
                 direction = at.inner_gradients(in_v=False).theta + at.outer().theta / multiplier
-            pulled = loop.projected(pulled - eta * direction)
+            pulled = pulled.moved(loop, direction, clock, self.pace)
         batch, outer_batch, seed = loop.inner_batch(), loop.outer.next(), loop.seed()
         here = loop.oracle([batch], outer_batch, seed)
         l_theta = here.inner_gradients()
-        with loop.temporarily_at(pulled):
+        with loop.temporarily_at(pulled.theta):
             at = loop.oracle([self._other(loop, batch)], outer_batch, seed)
             f, l_pulled = at.outer(), at.inner_gradients()
         outer_loss = here.outer_value()
         apart = zip(f.v, l_pulled.v, l_theta.v, strict=True)
         norm = loop.move_v([a + multiplier * (b - c) for a, b, c in apart])
-        distance = float((pulled - loop.problem.theta.flat()).norm())
+        distance = float((pulled.theta - loop.problem.theta.flat()).norm())
         notes = {"multiplier": multiplier, "distance": distance}
         return F2SAState(pulled), StepInfo(outer_loss, float(torch.stack(losses).mean()), norm, 0, notes)
 

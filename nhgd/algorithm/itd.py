@@ -12,6 +12,7 @@ from typing_extensions import override
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import InputError
 from nhgd.hypergradients.unrolled import through
+from nhgd.hypergradients.update_rules import UpdateRule
 from nhgd.loop.loop import Loop, StepInfo
 
 
@@ -40,9 +41,14 @@ class ITD(AbstractAlgorithm):
     so the method ends near the solution, the closer the longer it differentiates. eta may be a function of v too,
     `inner_lr=nhgd.schedule.Learnt(function)`, and is learnt by its part in the differentiated steps.
 
+    The inner optimiser may be SGD, with momentum too, Adam or AdamW. What is differentiated is then its step in place of the
+    plain one, with its moments, which are constants where differentiation begins. Adam divides by the size of its gradients:
+    where those vanish, at theta*(v), its derivative is a large number of little meaning.
+
     Args:
         truncate: differentiate only this many last steps; None, or more than there are: all of them.
-        warm_start: theta continues from the last outer step; otherwise each inner loop starts where the first one did.
+        warm_start: theta continues from the last outer step; otherwise each inner loop starts where the first one did, with
+            no moments.
 
     >>> ITD.presets()["truncated"]
     ITD(truncate=5, warm_start=True)
@@ -51,7 +57,7 @@ class ITD(AbstractAlgorithm):
     optimization, 2017, algorithm 1; K. Ji, J. Yang, Y. Liang, Bilevel optimization: convergence analysis and enhanced
     design, 2021, algorithm 1 (ITD-BiO); A. Shaban, C.-A. Cheng, N. Hatch, B. Boots, Truncated back-propagation for bilevel
     optimization, 2019, equation 5.
-    Deviations: 1. plain gradient steps only; other inner optimisers are refused. 2. each step has its own batch where
+    Deviations: 1. steps of other optimisers than plain SGD are differentiated, too. 2. each step has its own batch where
     those papers take full gradients. 3. a projection onto a ball is differentiated too.
     """
 
@@ -73,7 +79,7 @@ class ITD(AbstractAlgorithm):
     @override
     def init(self, loop: Loop) -> ITDState:
         """Refuse what cannot be differentiated, and note the start of theta."""
-        loop.plain_rate("ITD")
+        self._rule(loop)
         if loop.division.workers > 1:
             raise InputError(
                 "ITD differentiates through its inner steps, which cannot be divided among workers. Run it on one worker, or"
@@ -95,11 +101,13 @@ class ITD(AbstractAlgorithm):
         )  # checked before theta moves
         if not self.warm_start:
             problem.theta.assign(state.theta)
+            loop.theta.optimizer.state.clear()
         last = steps if self.truncate is None else min(self.truncate, steps)
         losses = [loop.inner_step() for _ in range(steps - last)]
-        batches, rates = loop.inner_batches(last), []
+        batches, rates, rule = loop.inner_batches(last), list[float | None](), self._rule(loop)
+        own = rule is not None and loop.theta.schedule is None  # each group of parameters has its own step size
         for _ in range(last):
-            rates.append(loop.plain_rate("ITD"))
+            rates.append(None if own else loop.theta.rate(loop.clock))
             loop.tick()
         found = through(
             problem,
@@ -110,9 +118,16 @@ class ITD(AbstractAlgorithm):
             loop.seed(),
             loop.calls,
             radius if isinstance(radius, (int, float)) else None,
+            rule,
         )
         problem.theta.assign(found.theta)
+        if rule is not None:
+            rule.write()
         norm = loop.move_v(found.v)
         losses += found.losses
         notes["differentiated"] = last
         return state, StepInfo(float(found.value), float(torch.stack(losses).mean()), norm, 0, notes)
+
+    def _rule(self, loop: Loop) -> UpdateRule | None:
+        """How the inner optimiser steps; None for plain gradient steps."""
+        return None if loop.theta.is_plain else UpdateRule(loop.theta.optimizer, loop.theta.targets, "ITD")

@@ -14,6 +14,7 @@ from nhgd._validation import counted, positive
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.hypergradients.base import AbstractHypergradient, Hypergradient
+from nhgd.hypergradients.update_rules import UpdateRule
 from nhgd.inverse._krylov.richardson import safe_step
 from nhgd.inverse.base import AbstractInverse, SolveStats
 from nhgd.objective import Objective, OracleCalls, twice_differentiable
@@ -43,13 +44,14 @@ def through(
     problem: Bilevel,
     start: Sequence[Tensor],
     batches: Sequence[Batch],
-    rates: Sequence[float] | Learnt,
+    rates: Sequence[float | None] | Learnt,
     outer_batch: Batch,
     seed: int,
     calls: OracleCalls,
     radius: float | None = None,
+    rule: UpdateRule | None = None,
 ) -> Unrolling:
-    """Take a gradient step on each batch, and differentiate the outer loss at the end through all of them.
+    """Take a step on each batch, and differentiate the outer loss at the end through all of them.
 
         theta_{t+1} = Pi( theta_t - rate_t grad_theta l(v, theta_t, batch_t) ),      d/dv f(v, theta_n(v))
 
@@ -58,22 +60,26 @@ def through(
 
     Args:
         start: theta_0, one tensor a leaf, taken as a constant.
-        rates: the size of each step, or of all of them as a function of v, which is differentiated too.
+        rates: the size of each step, or of all of them as a function of v, which is differentiated too. None: the rule's.
         seed: of the dropout of the outer pass; that of the steps comes from the current generator.
         radius: of the ball Pi projects onto; None for no projection.
+        rule: of an optimiser that takes the steps, its moments differentiated too; None: gradient steps as above.
     """
     variable = problem.theta
     theta = [leaf.detach().requires_grad_() for leaf in start]
     losses = []
     with problem.guarded(live=True), torch.enable_grad():
-        sizes: Sequence[float | Tensor] = (
+        sizes: Sequence[float | Tensor | None] = (
             rates if not isinstance(rates, Learnt) else [problem.rate(rates)] * len(batches)
         )
         for batch, rate in zip(batches, sizes, strict=True):
             objective = Objective(problem, batch)
             value = objective.term(theta)
             gradient = torch.autograd.grad(value, theta, create_graph=True, materialize_grads=True)
-            theta = [p - rate * g for p, g in zip(theta, gradient, strict=True)]
+            if rule is not None:
+                theta = rule.step(theta, gradient, rate)
+            elif rate is not None:
+                theta = [p - rate * g for p, g in zip(theta, gradient, strict=True)]
             if radius is not None:
                 norm = torch.stack([p.norm().to(variable.dtype) for p in theta]).norm()
                 shrink = (radius / norm.clamp_min(torch.finfo(norm.dtype).tiny)).clamp_max(1.0)

@@ -47,7 +47,7 @@ class Mover:
             self.optimizer = made
         # A plain tensor is trained through an alias that requires a gradient; an optimiser may hold either of the two.
         held = {p.data_ptr(): p for group in self.optimizer.param_groups for p in group["params"]}
-        self._targets = [held.get(leaf.data_ptr(), leaf) for leaf in leaves]
+        self.targets = [held.get(leaf.data_ptr(), leaf) for leaf in leaves]
         if set(held) != {leaf.data_ptr() for leaf in leaves}:
             raise InputError(
                 f"The {level} optimiser does not hold exactly the trainable tensors of {variable.role}. Pass a factory, for"
@@ -121,7 +121,7 @@ class Mover:
                 f"LBFGS asks for the loss of {self.variable.role} several times a step, which this method cannot"
                 " provide. Use another optimiser, for example torch.optim.Adam."
             )
-        for target in self._targets:
+        for target in self.targets:
             target.grad = None
 
     def _travel(self, lr: float) -> None:
@@ -142,7 +142,7 @@ class Mover:
             self.optimizer.step()
         for group in groups:  # no other code may see the number of this step
             group["lr"] = float(lr)
-        for target in self._targets:
+        for target in self.targets:
             target.grad = None
 
     def scheduled_rate(self, clock: Clock) -> float:
@@ -188,18 +188,53 @@ class Mover:
 
     def set_gradient(self, gradient: Sequence[Tensor]) -> None:
         """Store a gradient where the optimiser reads it."""
-        for target, g in zip(self._targets, gradient, strict=True):
+        for target, g in zip(self.targets, gradient, strict=True):
             target.grad = g.to(target.dtype)
+
+    def move_as_other(
+        self, gradient: Sequence[Tensor], clock: Clock, moments: dict[str, dict[str, Any]], factor: float
+    ) -> dict[str, dict[str, Any]]:
+        """One step, of `factor` times the usual size, with moments by leaf in place of the optimiser's own, which stay.
+
+        Returns the moments after it. The variable moves, which holds the value of another variable meanwhile.
+        """
+        if isinstance(self.optimizer, LBFGS):
+            raise InputError(
+                "LBFGS asks for the loss of theta several times a step, which this method cannot provide for its second"
+                " inner variable. Use another inner optimiser, for example torch.optim.Adam."
+            )
+        names, groups, state = self.variable.names, self.optimizer.param_groups, self.optimizer.state
+        own = {target: state.pop(target) for target in self.targets if target in state}
+        rates = [group["lr"] for group in groups]
+        for target, name in zip(self.targets, names, strict=True):
+            if name in moments:
+                state[target] = moments[name]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = factor * (rate if self.schedule is None else self.schedule.rate(clock))
+        self.set_gradient(gradient)
+        self.optimizer.step()
+        found = {name: state.pop(t) for t, name in zip(self.targets, names, strict=True) if t in state}
+        state.update(own)
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        for target in self.targets:
+            target.grad = None
+        return found
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its steps are plain gradient steps of one size."""
+        known = ("momentum", "weight_decay", "nesterov", "maximize")
+        groups = self.optimizer.param_groups
+        return (
+            type(self.optimizer) is SGD
+            and not any(group[name] for group in groups for name in known)
+            and (self.schedule is not None or len({float(group["lr"]) for group in groups}) == 1)
+        )
 
     def plain_rate(self, clock: Clock, owner: str) -> float:
         """The size of the next step, for a method that takes plain gradient steps; other optimisers are refused."""
-        known = ("momentum", "weight_decay", "nesterov", "maximize")
-        groups = self.optimizer.param_groups
-        if (
-            type(self.optimizer) is not SGD
-            or any(group[name] for group in groups for name in known)
-            or (self.schedule is None and len({float(group["lr"]) for group in groups}) > 1)
-        ):
+        if not self.is_plain:
             raise InputError(
                 f"{owner} takes plain gradient steps on theta, so it works with no other inner optimiser. Omit"
                 " inner_optimizer and set inner_lr."

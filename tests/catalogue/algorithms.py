@@ -23,6 +23,7 @@ from nhgd.algorithm import (
     NHGD,
     PZOBO,
     SABA,
+    SAMA,
     SOBA,
     SRBA,
     SUSTAIN,
@@ -352,6 +353,13 @@ ALGORITHMS: list[AlgorithmCase] = [
         formula=formulas.perturbed(0.5),
         noisy={"outer_lr": FALLING},
         wrong=PZOBO(directions="all", mu=0.5),
+    ),
+    AlgorithmCase(
+        SAMA(radius=1.0),
+        end=ends_with(unrolled_matrix(1)),
+        formula=formulas.adapted(),
+        noisy={"inner_steps": 4, "outer_lr": FALLING},
+        wrong=SAMA(radius=1.0, nudge=1e-4),
     ),
     # Its error falls like 1 / k; tests/test_first_order.py follows it further.
     AlgorithmCase(
