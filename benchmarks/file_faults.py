@@ -225,13 +225,17 @@ def after_command(place: Path, ended: Ended) -> Iterator[str]:
     for name in files:
         data = (place / "o" / name).read_bytes()
         whole = {
+            "run.json": lambda data: json.loads(data)["steps"] == 2,
             "result.json": lambda data: json.loads(data)["steps"] == 2,
-            "history.jsonl": lambda data: len([json.loads(line) for line in data.splitlines()]) == 2,
+            # It grows with the run, so a run that fails leaves what it had.
+            "history.jsonl": lambda data: len([json.loads(line) for line in data.splitlines()]) == 2 or bool(code),
             "curve.png": lambda data: data.startswith(b"\x89PNG") and b"IEND" in data[-12:],
         }.get(name)
         if whole is None or not whole(data):
             yield f"{name} is not whole"
-    if code == 0 and not (told.get("steps") == 2 and files == ["curve.png", "history.jsonl", "result.json"]):
+    if code == 0 and not (
+        told.get("steps") == 2 and files == ["curve.png", "history.jsonl", "result.json", "run.json"]
+    ):
         yield f"done, but {files} and {told}"
     if code and (code not in (1, 2) or set(told) != {"error"} or f"Error: {told['error']}" not in err):
         yield f"exit code {code}: {told}, {err}"

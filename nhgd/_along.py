@@ -214,11 +214,11 @@ class _Probe:
             if row["step"] + 1 in steps:
                 before = self._ahead()
 
-        solver.watch = watch
+        solver.on_step.append(watch)
         try:
             yield
         finally:
-            solver.watch = None
+            solver.on_step.remove(watch)
 
     def _ahead(self) -> _Ahead:
         warm = getattr(self._solver.algorithm, "warm_solve", True)

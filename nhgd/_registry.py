@@ -104,6 +104,10 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         with self.making(name):
             return cls(**settings)
 
+    def owns(self, name: str) -> bool:
+        """Whether it is one of the house; does not look at other packages."""
+        return name in self._own
+
     def __getitem__(self, name: str) -> type[T]:
         if not isinstance(name, str):
             raise InputError(f"The {self.kind} must be a name or an object, got a {type(name).__name__}.")
@@ -115,7 +119,7 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         return everything[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._all()
+        return name in self._own or name in self._all()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._all())

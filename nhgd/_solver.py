@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nhgd import execution as executions
+from nhgd._callbacks import Callbacks, OnStep
 from nhgd._captured import Captured
 from nhgd._captured.steps import StepResult, strides_of
 from nhgd._duration import seconds
 from nhgd._outer_step import advance_by, finish_on_the_clock
 from nhgd._peers import Peers
-from nhgd._progress import bar
+from nhgd._progress import bar, step_words
 from nhgd._randomness import Randomness
 from nhgd._solution import Metrics, Row, Solution, evaluated, statistics
 from nhgd._stagnation import StagnationWarning, Trajectory, held_by
@@ -55,6 +56,7 @@ class Solver:
         seed: of every random number the run draws. The caller's generators are left as they were.
         metrics: (theta, v) -> dict of numbers, added to the history; not part of the time.
         metrics_every: outer steps between two evaluations of the metrics.
+        on_step: a function of the row of each outer step, or a list of them; not part of the time (docs/callbacks.md).
         checkpoint: a folder for checkpoints, from which `Solver.resume` continues an interrupted run bit for bit. A folder
             that contains an earlier run, or is in use by another, is refused.
         checkpoint_every: outer steps between two checkpoints, or a time such as "60s"; by default every 30 seconds, and less
@@ -76,7 +78,9 @@ class Solver:
     3.0
     """
 
-    @validated_but("method", "inner_optimizer", "outer_optimizer", "project", "project_v", "checkpoint_every")
+    @validated_but(
+        "method", "inner_optimizer", "outer_optimizer", "project", "project_v", "checkpoint_every", "on_step"
+    )
     def __init__(
         self,
         problem: Bilevel,
@@ -96,6 +100,7 @@ class Solver:
         seed: int = 0,
         metrics: Metrics | None = None,
         metrics_every: int = 1,
+        on_step: OnStep = None,
         checkpoint: str | Path | None = None,
         checkpoint_every: int | str | None = None,
         overwrite: bool = False,
@@ -111,8 +116,8 @@ class Solver:
         self.executor = executions.resolve(execution, max_lag=max_lag)
         refuse_idle(self.executor, self.algorithm)
         self.metrics, self.metrics_every = metrics, metrics_every
-        self._stopping = False
-        self.watch: Callable[[Row], None] | None = None  # sees each row of `run`, and changes nothing
+        self._stopping, self._measured = False, list[str]()  # the names of the metrics
+        self.on_step = Callbacks(on_step, self.executor.group)
         self._checkpoints = Checkpoints(checkpoint, checkpoint_every, overwrite, self.executor)
         self._peers = Peers(self.executor.group, self._checkpoints)
         settings = LoopSettings(
@@ -185,10 +190,6 @@ class Solver:
         """One row for each outer step."""
         return self._progress.history
 
-    @history.setter
-    def history(self, rows: list[Row]) -> None:
-        self._progress.history = rows
-
     @property
     def state(self) -> Any:
         """The state of the algorithm."""
@@ -225,6 +226,7 @@ class Solver:
         with self._peers.informed(), self._checkpoints.at_work(self._progress):
             row = self._advance()[0].row
             self._save_if_due()
+            self.on_step.show(row)
         self._peers.waiting = True
         return row
 
@@ -239,10 +241,11 @@ class Solver:
             to_metrics = self.metrics_every - self.loop.clock.k % self.metrics_every
             most = min(most, to_metrics if self.history else 1)
         taken = advance_by(self.algorithm, self._progress, self._checkpoints, self._captured, most, before)
-        row = taken[-1].row
-        if self.metrics is not None and (row["step"] % self.metrics_every == 0 or row["step"] == 1):
+        if self.metrics is not None and ((row := taken[-1].row)["step"] % self.metrics_every == 0 or row["step"] == 1):
             finish_on_the_clock(self._progress, row)
-            row |= self.evaluate()  # it may raise: the step is complete, and its row stays
+            finish_on_the_clock(self._progress, row)
+            row |= (found := self.evaluate())  # it may raise: the step is complete, and its row stays
+            self._measured = list(found)
         self._progress.whole = True
         return taken
 
@@ -332,11 +335,10 @@ class Solver:
                     row = step.row
                     run.note(row)
                     trajectory.note(v, row, stride)
-                    if self.watch is not None:
-                        self.watch(row)
+                    self.on_step.show(row)
                 between_steps()
                 self._save_if_due()
-                tick(self.loop.clock.done, f"step {row['step']}, outer loss {row['outer_loss']:.4g}")
+                tick(self.loop.clock.done, step_words(row, self._measured))
             tick(1.0, "")
         self.loop.division.assert_equal()
         self._captured.suspend()

@@ -622,7 +622,7 @@ def test_the_longest_name_that_can_be_is_written():
     assert len(read(longest)) == len(TRAIN)
 
 
-@pytest.mark.parametrize("name", ["result.json", "history.jsonl", "curve.png"])
+@pytest.mark.parametrize("name", ["run.json", "result.json", "history.jsonl", "curve.png"])
 def test_a_folder_where_a_result_is_to_be_is_found_out_before_the_work(name, monkeypatch):
     monkeypatch.setattr(nhgd.Solver, "run", None)
     Path("out", name).mkdir(parents=True)
@@ -692,14 +692,15 @@ def test_a_stream_that_is_closed():
     code, out, err = shell("run quadratic --preset quick --steps 2 --out r --json 2>&-")
     assert (code, err) == (0, b"")
     assert strict_json(out)["steps"] == 2
-    assert len(list(Path("r").iterdir())) == 3
+    assert len(list(Path("r").iterdir())) == 4
 
 
 def test_bytes_that_are_no_text():
-    code, out, err = shell("run quadratic --preset quick --steps 1 --out $'r\\xff'")
+    code, out, err = shell("run quadratic --preset quick --steps 1 --no-progress --out $'r\\xff'")
     assert (code, err) == (0, b"")
     assert rb"r\udcff" in out
     assert {path.name for path in Path(os.fsdecode(b"r\xff")).iterdir()} == {
+        "run.json",
         "result.json",
         "history.jsonl",
         "curve.png",

@@ -104,7 +104,7 @@ def test_run_for_people():
 def test_out_holds_the_result_the_history_and_the_curve():
     printed = answer(*QUICK, "--out", "deep/er")
     folder = Path("deep/er")
-    assert sorted(p.name for p in folder.iterdir()) == ["curve.png", "history.jsonl", "result.json"]
+    assert sorted(p.name for p in folder.iterdir()) == ["curve.png", "history.jsonl", "result.json", "run.json"]
     assert strict_json((folder / "result.json").read_text()) == printed
     assert printed["out"] == "deep/er"
     rows = [strict_json(line) for line in (folder / "history.jsonl").read_text().splitlines()]
@@ -118,7 +118,7 @@ def test_a_second_run_replaces_the_files_of_the_first():
     answer(*QUICK, "--out", "a")
     second = answer(*QUICK, "--seed", 1, "--out", "a")
     assert strict_json(Path("a/result.json").read_text()) == second
-    assert len(list(Path("a").iterdir())) == 3
+    assert len(list(Path("a").iterdir())) == 4
 
 
 def test_settings_reach_the_task_the_solver_the_method_and_its_inverse():
@@ -276,7 +276,7 @@ def test_a_disk_that_fails_midway_leaves_no_half_file(monkeypatch):
     result = invoke(*QUICK, "--out", "a")
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr
-    assert sorted(p.name for p in Path("a").iterdir()) == ["history.jsonl", "result.json"]
+    assert sorted(p.name for p in Path("a").iterdir()) == ["history.jsonl", "result.json", "run.json"]
 
 
 def test_ctrl_c(monkeypatch):

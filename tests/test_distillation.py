@@ -327,5 +327,5 @@ class TestPictures:
             metrics
         )
         names = {path.name for path in (tmp_path / "a").iterdir()}
-        assert names == {"result.json", "history.jsonl", "curve.png", "images.png"}
+        assert names == {"run.json", "result.json", "history.jsonl", "curve.png", "images.png"}
         assert imread(tmp_path / "a" / "images.png").shape == (7 * (1 + 10 * 9), 7 * (1 + 9))

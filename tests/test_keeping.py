@@ -784,7 +784,7 @@ def test_a_signal_ends_a_command_with_what_was_reached(name, tmp_path):
     assert f"Error: Stopped by {called} after outer step {told['steps']}. The last good checkpoint is" in found.stderr
     assert f"outer step {told['steps']}. The results so far are in {out}." in found.stderr
     assert "Traceback" not in found.stderr
-    assert names(out) == ["curve.png", "history.jsonl", "result.json"]
+    assert names(out) == ["curve.png", "history.jsonl", "result.json", "run.json"]
     if name == "SIGTERM":  # and it goes on as if nothing had been
         steps = told["steps"] + 2
         went_on = answer_of(*RUN, "--steps", steps, "--checkpoint", place, "--resume")

@@ -41,6 +41,23 @@ def test_completion_names_the_commands_without_torch():
     assert imported == "False"
 
 
+def test_completion_offers_options_and_the_values_they_take():
+    code = (
+        "import os, sys, runpy; from nhgd.cli import main; sys.argv = ['nhgd']\n"
+        "for words in ('run quadratic --met', 'run quad', 'run cleaning --preset pap', 'run l2 --method aid-c'):\n"
+        "    given = {'COMP_WORDS': f'nhgd {words}', 'COMP_CWORD': str(len(words.split()))}\n"
+        "    os.environ |= {'_NHGD_COMPLETE': 'complete_bash'} | given\n"
+        "    try: main()\n"
+        "    except SystemExit: print('|')\n"
+    )
+    offered = "\n".join(lines(code)).split("|")
+    options, tasks, presets, methods = (part.split() for part in offered[:4])
+    assert options == ["--method"]
+    assert tasks == ["quadratic"]
+    assert presets == ["paper"]
+    assert methods == ["aid-cg"]
+
+
 def test_a_plain_import_does_not_wait_for_torch_and_knows_every_name():
     code = (
         "import sys, nhgd; print('torch' in sys.modules); from nhgd import *; print(Solver.__name__, callable(check))"

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
+import warnings
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,6 +57,55 @@ def test_the_theory_of_the_page_of_mathematics_runs(capsys):
     space = run("maths.md")
     assert space["T"] == 19_899_259_587
     assert "inner steps suffice" in capsys.readouterr().out
+
+
+class Trackers:
+    """What the examples for W&B and MLflow ask of those packages, which are too large to install for a page."""
+
+    def __init__(self):
+        self.rows = []
+
+    @contextmanager
+    def init(self, project):
+        yield self
+
+    def log(self, row, step):
+        self.rows.append((step, row["outer_loss"]))
+
+    log_metrics = log
+
+
+def test_loggers_see_every_step(monkeypatch, tmp_path):
+    pytest.importorskip("tensorboard")
+    monkeypatch.chdir(tmp_path)
+    trackers = SimpleNamespace(wandb=Trackers(), mlflow=Trackers())
+    trackers.mlflow.start_run = partial(trackers.mlflow.init, project=None)
+    for name, tracker in vars(trackers).items():
+        monkeypatch.setitem(sys.modules, name, tracker)
+    space = run("callbacks.md")
+    lines = (tmp_path / "runs/ridge/history.jsonl").read_text().splitlines()
+    expected = [(row["step"], row["outer_loss"]) for row in map(json.loads, lines)]
+    assert trackers.wandb.rows == trackers.mlflow.rows == expected
+    assert len(expected) == 3
+    assert space["solution"].result == "stopped"
+    assert any(path.name.startswith("events") for path in (tmp_path / "runs/ridge").iterdir())
+
+
+@pytest.mark.slow
+def test_the_trackers_themselves_take_the_rows(monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of those packages
+        run("callbacks.md")
+        import mlflow
+
+        (found,) = mlflow.search_runs(output_format="list")
+        assert found.data.metrics["outer_loss"] > 0
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
 
 
 def test_every_example_of_an_extension_works():

@@ -42,7 +42,8 @@ settings = instance.solver_settings() | {"outer_lr": 0.25}
 nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, method="signed", **settings).run(steps=1)
 print(json.dumps({
     "list": command("list"),
-    "runs": {method: command(*run, method) for method in ("signed", "aid-halved")},
+    "runs": {method: command(*run, method) for method in (
+        "signed", "aid-halved", "aid-steepest", "aid-steepest-10", "aid-steepest-2")},
     "unknown": command("run", "quadratic", "--method", "aid-halvd", code=2),
     "drawn": drawn,
     "said": "".join(said),
@@ -70,8 +71,9 @@ def test_it_is_listed_beside_the_methods_of_the_house(told: dict[str, Any]) -> N
     found = {kind: {row["name"]: row["summary"] for row in rows} for kind, rows in told["list"].items()}
     assert found["methods"]["signed"] == "Move v by the sign of a crude hypergradient."
     assert found["inverses"]["halved"] == "The Hessian taken as twice the identity."
-    assert found["methods"].keys() - set(names()) == {"signed", "aid-halved"}
-    assert found["inverses"].keys() - set(INVERSES) == {"halved"}
+    own = {"halved", "steepest", "steepest-2"}
+    assert found["methods"].keys() - set(names()) == {"signed", *(f"aid-{name}" for name in own)}
+    assert found["inverses"].keys() - set(INVERSES) == own
 
 
 @pytest.mark.parametrize("method", ["signed", "aid-halved"])
@@ -80,6 +82,16 @@ def test_it_runs_by_name_on_the_command_line(told: dict[str, Any], method: str) 
     assert found["method"] == method
     assert found["steps"] == found["oracle_calls"]["cross"] == 5
     assert found["metrics"]["outer_loss"] < found["initial"]["outer_loss"]
+
+
+def test_a_number_after_its_name_sets_its_steps(told: dict[str, Any]) -> None:
+    inverse = {n: told["runs"][f"aid-steepest{n}"]["settings"]["method"]["inverse"] for n in ("", "-10")}
+    assert inverse == {"": {"name": "steepest", "steps": 3}, "-10": {"name": "steepest", "steps": 10}}
+    assert told["runs"]["aid-steepest-10"]["oracle_calls"]["hvps"] == 5 * 10
+
+
+def test_a_name_that_ends_in_a_number_is_that_name(told: dict[str, Any]) -> None:
+    assert told["runs"]["aid-steepest-2"]["settings"]["method"]["inverse"] == {"name": "halved"}
 
 
 def test_it_runs_by_name_in_python(told: dict[str, Any]) -> None:

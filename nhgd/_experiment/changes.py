@@ -29,6 +29,7 @@ _NOT_SETTINGS = {
     "execution",
     "seed",
     "metrics",
+    "on_step",
     "checkpoint",
     "checkpoint_every",
     "overwrite",

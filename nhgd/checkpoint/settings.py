@@ -29,7 +29,7 @@ _PLAIN: dict[str, schema.Check] = {
     "max_lag": schema.optional(schema.count),
     "outer_clip": schema.optional(schema.number),
 }
-_WHERE = ("checkpoint", "overwrite")
+_WHERE = ("checkpoint", "overwrite", "on_step")
 _NO_SETTINGS = ("self", "problem", "inner_data", "outer_data", *_WHERE)  # of the arguments of a solver
 
 

@@ -11,12 +11,21 @@ from typing import Annotated, TypeAlias
 import torch
 import typer
 
+from nhgd.cli import _completion
 from nhgd.errors import InputError, unknown
 
-Task: TypeAlias = Annotated[str, typer.Argument(metavar="TASK", help="The problem; `nhgd list` names them.")]
+Task: TypeAlias = Annotated[
+    str,
+    typer.Argument(metavar="TASK", help="The problem; `nhgd list` names them.", autocompletion=_completion.tasks),
+]
 Seed: TypeAlias = Annotated[int, typer.Option(help="Seed of the data and of every random number of the run.")]
 Device: TypeAlias = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Preset: TypeAlias = Annotated[str, typer.Option(help="A named set of the task's settings, such as quick or paper.")]
+Preset: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        help="A named set of the task's settings, such as quick or paper.", autocompletion=_completion.presets
+    ),
+]
 Changes: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(

@@ -22,7 +22,7 @@ from typer.main import get_command, get_group
 import nhgd
 from nhgd.cli import _signals as signals
 from nhgd.cli._started import leave_error, started_by_someone
-from nhgd.cli._streams import mute, printable
+from nhgd.cli._streams import mute, printable, waiting
 from nhgd.errors import InputError, NhgdError, PeerError, RunError, listed, unknown
 
 
@@ -43,7 +43,7 @@ COMMANDS = {
     "list": Command("list_names", "Methods, inverses, tasks and executions, each with one line."),
     "run": Command(
         "run",
-        "Solve a task by a method. --out writes result.json, history.jsonl, curve.png and the task's own pictures.",
+        "Solve a task by a method. --out keeps the result, the history, the command and pictures.",
     ),
     "check": Command(
         "check",
@@ -89,7 +89,9 @@ class Program(TyperGroup):
 
     def loaded(self, name: str) -> Any:
         """The command itself."""
-        found = getattr(import_module(f"nhgd.cli.{name}"), COMMANDS[name].function)
+        with waiting(f"nhgd {name}: starting"):
+            module = import_module(f"nhgd.cli.{name}")
+        found = getattr(module, COMMANDS[name].function)
         if isinstance(found, typer.Typer):
             command: Any = get_group(found)
         else:

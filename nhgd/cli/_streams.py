@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -55,6 +57,19 @@ def mute() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):  # a stream of a test, which has no number
         return
+
+
+@contextmanager
+def waiting(words: str) -> Iterator[None]:
+    """Show on a terminal that something goes on inside; nothing is left of it."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    print(f"{words} ...", end="\r", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\033[K", end="", file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

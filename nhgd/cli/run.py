@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -18,10 +17,13 @@ from nhgd._duration import seconds
 from nhgd._experiment import Built, Experiment
 from nhgd._experiment.changes import for_execution, parse
 from nhgd._path import check_folder, check_name
-from nhgd._results import Folder, check_files, folder, jsonable
+from nhgd._progress import bar
+from nhgd._provenance import provenance
+from nhgd._results import check_files, folder
 from nhgd._solution import Solution
 from nhgd._solver import Solver
 from nhgd.checkpoint import claimed, exists, last_kept
+from nhgd.cli import _completion
 from nhgd.cli import _signals as signals
 from nhgd.cli._launch import launch, tie_to_launcher
 from nhgd.cli._options import (
@@ -40,27 +42,34 @@ from nhgd.cli._options import (
     note_crowding,
 )
 from nhgd.cli._output import console, number, print_json, table
+from nhgd.cli._parameters import Parameters
+from nhgd.cli._run_folder import FILES, RunFolder
 from nhgd.cli._started import LAUNCHER, started_by_someone
 from nhgd.errors import InputError
 from nhgd.execution import AbstractExecutor, Distributed
 from nhgd.execution import resolve as resolve_execution
+from nhgd.loggers import TensorBoard
 from nhgd.paper import prints_no_nhgd
-from nhgd.task import Instance
-
-FILES = ("result.json", "history.jsonl", "curve.png")
 
 
 def run(
     context: typer.Context,
     task: Task,
     method: Annotated[
-        str | None, typer.Option(help="See `nhgd list`; default: the one that suits the task.", show_default=False)
+        str | None,
+        typer.Option(
+            help="See `nhgd list`; default: the one that suits the task.",
+            show_default=False,
+            autocompletion=_completion.methods,
+        ),
     ] = None,
     seed: Seed = 0,
     steps: Annotated[int | None, typer.Option(help="Outer steps; default: the task's own.", show_default=False)] = None,
     budget: Annotated[str | None, typer.Option(help="Time limit: 60s, 5m, 1h.", show_default=False)] = None,
     device: Device = "auto",
-    execution: Annotated[str, typer.Option(help="Where curvature is updated.")] = "inline",
+    execution: Annotated[
+        str, typer.Option(help="Where curvature is updated.", autocompletion=_completion.executions)
+    ] = "inline",
     data: DataFolder = None,
     out: Out = None,
     preset: Preset = "default",
@@ -88,10 +97,25 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(help="How often a distributed run is restarted with --resume after losing a process.")
     ] = 0,
+    params: Annotated[
+        Path | None,
+        typer.Option(help="Settings from a file, such as best.json of `nhgd sweep`.", show_default=False),
+    ] = None,
     changes: Changes = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also write the history to OUT/tensorboard, for TensorBoard.")
+    ] = False,
+    progress: Annotated[
+        bool | None,
+        typer.Option(
+            "--progress/--no-progress",
+            help="A bar on a terminal, lines elsewhere; with --json on a terminal only, unless --progress is given.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Solve a task by a method. --out writes result.json, history.jsonl, curve.png and the task's own pictures.
+    """Solve a task by a method. --out keeps the result, the history, the command and pictures.
 
     Ctrl-C, SIGTERM and SIGHUP end it after the current outer step; the results so far are written, with "partial": true.
     """
@@ -99,23 +123,37 @@ def run(
     if out is not None:
         check_folder("--out", out)
         check_files(out, *FILES)
+    elif tensorboard:
+        raise InputError("--tensorboard writes into the folder of the run. Add --out DIR.")
     kept = _kept(checkpoint, checkpoint_every, resume, overwrite, out)
     where = device_called(device)
     _check_restarts(max_restarts, execution, resume)
+    found = Parameters.read(params, task)
     experiment, how = Experiment.chosen(
-        task, preset, method, parse(changes), lambda rest: for_execution(execution, rest)
+        task,
+        preset,
+        found.method_beside(method),
+        found.values | parse(changes),
+        lambda rest: for_execution(execution, rest),
     )
     executor = resolve_execution(execution, **how)
+    given: Any = context.find_root().command
     if isinstance(executor, Distributed) and not started_by_someone():
         if kept:  # refused here, before processes are started; the solver of one of them takes it over
             claimed(kept["checkpoint"], overwrite, resume).release()
-        given: Any = context.find_root().command
         raise typer.Exit(_launched(given.given, executor, max_restarts, kept.get("checkpoint")))
     leading = not started_by_someone() or os.environ["RANK"] == "0"
     with ExitStack() as stack:
         if kept and leading:  # before anything that takes long; the solver takes it over
             stack.callback(claimed(kept["checkpoint"], overwrite, resume).release)
         place = stack.enter_context(folder(out if leading else None))
+        board = stack.enter_context(TensorBoard(place.path / "tensorboard")) if place and tensorboard else None
+        display = ExitStack()  # ends before the answer is printed
+        stack.enter_context(display)
+        shown = leading and progress is not False
+        lines = shown and (progress is True or not as_json)
+        tick = display.enter_context(bar(task, None if shown else False, lines, shared=True))
+        tick(None, "preparing the data")
         if isinstance(executor, Distributed):
             where = device_of_rank(where)
             tie_to_launcher()
@@ -123,6 +161,7 @@ def run(
             began = time.perf_counter()
             built = _built(experiment, checked_seed(seed), where, data)
             preparation = time.perf_counter() - began
+            tick(None, f"starting {built.method}")
             solver = _started(built, seed, executor, resume, kept)
         except BaseException as error:
             executor.group.fail(error)  # so that no other process waits for this one
@@ -130,25 +169,37 @@ def run(
         stack.callback(solver.close)
         if not as_json:
             note_crowding([execution], where, solver.loop.threads)
+        about = {"task": task, "method": built.method, "preset": preset, "seed": seed, "device": str(where)}
+        if steps is None and budget is None:
+            steps = built.instance.steps
+        settings = built.described() | {"method": solver.algorithm}
+        record = None
+        if place is not None:
+            known = about | {"execution": execution, "steps": steps, "budget": budget, "settings": settings}
+            record = RunFolder(place, known | provenance(given.given, where), list(solver.history))
+            stack.callback(record.close)
+            solver.on_step.append(record.note)
+        if board is not None:
+            solver.on_step.append(board)
         asked = stack.enter_context(signals.asking(solver.stop, patient=started_by_someone()))
         try:
-            solution = solver.run(
-                steps=built.instance.steps if steps is None and budget is None else steps, budget=budget
-            )
+            solution = solver.run(steps=steps, budget=budget)
             if not executor.group.leads:
                 return
             answer = {
-                "task": task,
-                "method": built.method,
-                "preset": preset,
-                "seed": seed,
-                "device": str(where),
+                **about,
                 **_numbers(solution),
                 "preparation_seconds": preparation,
-                "settings": built.described() | {"method": solver.algorithm},
+                "settings": settings,
                 "out": None if out is None else str(out),
             }
-            written = _written(place, answer, solution, built.instance)
+            tick(1.0, "measuring the result")
+            if record is None:
+                answer["metrics"] = built.instance.summary(solution)
+                written = []
+            else:
+                written = record.finish(answer, solution, built.instance)
+            display.close()
             if as_json:
                 print_json(answer)
             else:
@@ -258,27 +309,6 @@ def _kept(
         | ({} if every is None else {"checkpoint_every": every})
         | ({"overwrite": True} if overwrite else {})
     )
-
-
-def _written(place: Folder | None, answer: dict[str, Any], solution: Solution, instance: Instance) -> list[str]:
-    """Add the task's metrics to the answer, and write everything; the names of the files."""
-    if answer["partial"] and place is not None:
-        # At once: the metrics of some tasks take longer than one may be given.
-        _write_numbers(place, answer, solution)
-    answer["metrics"] = instance.summary(solution)
-    if place is None:
-        return []
-    _write_numbers(place, answer, solution)
-    # The pictures come last: none of them is worth losing the numbers.
-    place.write("curve.png", solution.plot)
-    drawn = place.write_all(f"The pictures in {place.path}", instance.pictures)
-    return [*FILES, *(path.name for path in drawn)]
-
-
-def _write_numbers(place: Folder, answer: dict[str, Any], solution: Solution) -> None:
-    lines = [json.dumps(jsonable(row), allow_nan=False) + "\n" for row in solution.history]
-    result = json.dumps(jsonable(answer), indent=2, allow_nan=False) + "\n"
-    place.write_texts({"history.jsonl": "".join(lines), "result.json": result})
 
 
 def _tell(answer: dict[str, Any], written: list[str]) -> None:

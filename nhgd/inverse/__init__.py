@@ -32,7 +32,7 @@ INVERSES = Registry("inverse", AbstractInverse, list(vars().values()))
 def resolve(inverse: str | AbstractInverse) -> AbstractInverse:
     """An inverse from its name, with default settings, or from itself.
 
-    A number after the name sets its steps, and refined is followed by the name of the inner inverse.
+    A number after the name sets its steps, or the field that its class names as `steps_field`, and refined is followed by the name of the inner inverse.
 
     >>> resolve("cg-10")
     CG(steps=10, tol=1e-08, damping=0.0)
@@ -46,7 +46,10 @@ def resolve(inverse: str | AbstractInverse) -> AbstractInverse:
             f"An inverse must be a name or an object such as nhgd.inverse.CG(), got a {type(inverse).__name__}."
         )
     name, _, number = inverse.rpartition("-")
-    if not (name and number.isdecimal()):
+    numbered = name and number.isdecimal()
+    if numbered and not INVERSES.owns(name) and inverse in INVERSES:  # another package's name may end in a number
+        numbered = False
+    if not numbered:
         name, number = inverse, ""
     settings: dict[str, Any] = {}
     if name.startswith("refined-"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar, final
@@ -53,7 +54,12 @@ class AbstractInverse(Validated, ABC):
     """
 
     name: ClassVar[str]
-    steps_field: ClassVar[str | None] = None  # the field that NAME-NUMBER sets, as in cg-40
+    steps_field: ClassVar[str | None] = None  # the field that NAME-NUMBER sets, as in cg-40; by default `steps`
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.steps_field is None and "steps" in inspect.get_annotations(cls):
+            cls.steps_field = "steps"
 
     @property
     @abstractmethod

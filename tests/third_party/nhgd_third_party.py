@@ -31,6 +31,23 @@ class Halved(Iterative):
 
 
 @dataclass(frozen=True)
+class Steepest(Iterative):
+    """Some steps of steepest descent on the quadratic whose minimiser is the solution."""
+
+    name: ClassVar[str] = "steepest"
+    steps: int = 3
+
+    def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
+        """Each step goes to the minimum along the residual."""
+        x, rest = torch.zeros_like(u), u
+        for _ in range(self.steps):
+            along = oracle.hvp(rest)
+            length = (rest @ rest) / (rest @ along)
+            x, rest = x + length * rest, rest - length * along
+        return x, SolveStats(residual=float(rest.norm() / u.norm()), hvps=self.steps, converged=True)
+
+
+@dataclass(frozen=True)
 class Signed(AbstractAlgorithm):
     """Move v by the sign of a crude hypergradient."""
 
