@@ -221,7 +221,7 @@ def test_a_refined_solve_begins_where_the_run_began_it():
 
 def test_an_interrupted_run_is_looked_at_from_where_it_stands(tmp_path):
     first, inner, outer = solver(checkpoint=tmp_path / "a", checkpoint_every=1)
-    first.watch = lambda row: row["step"] < 4 or 1 / 0
+    first.on_step.append(lambda row: row["step"] < 4 or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         first.run(steps=9)
     first.close()
@@ -276,8 +276,7 @@ def test_errors_are_sentences():
 def test_nothing_watches_the_next_run():
     made, inner, outer = solver()
     nhgd.check_along(made, inner, outer, steps=2, points=1, inverses="identity")
-    assert made.watch is None
-    made.watch = None
+    assert made.on_step == []
     assert len(made.run(steps=2).history) == 4
 
 

@@ -119,7 +119,7 @@ def test_a_budget_of_gradients_counts_from_the_start_of_its_run_also_after_a_res
 
     with begin(checkpoint=tmp_path, checkpoint_every=1) as solver:
         solver.run(steps=2)
-        solver.watch = fail
+        solver.on_step.append(fail)
         with pytest.raises(Power):
             solver.run(stop=[Gradients(6 * per_step)])
     with begin(checkpoint=tmp_path, resume=True) as solver:
