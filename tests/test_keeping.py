@@ -565,7 +565,7 @@ def test_a_save_costs_the_same_after_any_number_of_rows(tmp_path, monkeypatch):
     for _ in range(3):
         solver.save()
     few = written_bytes(solver, monkeypatch)
-    solver.history += [row | {"step": k} for k in range(2, 20_001)]
+    solver.history.extend(row | {"step": k} for k in range(2, 20_001))
     solver.save()
     solver.save()
     assert written_bytes(solver, monkeypatch) < few + 100
