@@ -405,7 +405,7 @@ def test_demo_counts_right_and_draws_a_picture(monkeypatch):
     assert first["f1"] == pytest.approx(2 * precision * recall / (precision + recall))
     assert first["test_accuracy"] == printed["accuracy"]["cleaned"]
     assert (first["method"], second["method"]) == ("aid-identity", "nhgd")
-    assert printed["accuracy"]["cleaned"] > printed["accuracy"]["user_autocast"]
+    assert printed["accuracy"]["cleaned"] > printed["accuracy"]["as_given"]
 
 
 def test_demo_for_people(monkeypatch):
@@ -433,7 +433,7 @@ def test_demo_keeps_the_weights_of_the_step_that_the_evaluation_split_chose(monk
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_whole_demo_beats_both_honest_references(seed):
     accuracy = answer("demo", "--seed", seed)["accuracy"]
-    assert accuracy["cleaned"] > max(accuracy["user_autocast"], accuracy["trusted_alone"]) + 0.02
+    assert accuracy["cleaned"] > max(accuracy["as_given"], accuracy["trusted_alone"]) + 0.02
     assert accuracy["cleaned"] < accuracy["perfect"] + 0.02
 
 

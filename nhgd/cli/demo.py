@@ -133,7 +133,7 @@ def numbers(weights: Tensor, sets: LabelSets) -> dict[str, Any]:
         "trusted": len(sets.trusted.y) + len(sets.evaluation.y),
         "test_samples": len(sets.test.y),
         "accuracy": {
-            "user_autocast": retrained(everything, sets),
+            "as_given": retrained(everything, sets),
             "trusted_alone": retrained(~everything, sets),
             "cleaned": retrained(kept, sets),
             "perfect": retrained(~wrong, sets),
@@ -155,7 +155,7 @@ def tell(answer: dict[str, Any]) -> None:
     kept = samples - answer["found"] - answer["false_alarms"]
     trained = table("A linear classifier trained on the trusted images and on", "", "images", "test accuracy")
     for words, count, key in (
-        ("all labels as given", samples, "user_autocast"),
+        ("all labels as given", samples, "as_given"),
         ("nothing else", 0, "trusted_alone"),
         (f"what {answer['method']} believes", kept, "cleaned"),
         ("the true labels (unknown in practice)", samples - wrong, "perfect"),

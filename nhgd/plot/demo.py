@@ -35,7 +35,7 @@ def draw(path: Path, answer: dict[str, Any], weights: Tensor, samples: ShownSamp
 def _accuracies(axes: Any, answer: dict[str, Any]) -> None:
     accuracy = answer["accuracy"]
     bars = (
-        ("labels\nas given", accuracy["user_autocast"], WRONG),
+        ("labels\nas given", accuracy["as_given"], WRONG),
         ("trusted\nalone", accuracy["trusted_alone"], QUIET),
         ("cleaned", accuracy["cleaned"], RIGHT),
         ("all wrong\nones known", accuracy["perfect"], QUIET),
