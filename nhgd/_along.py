@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from nhgd._autocast import without_autocast
 from nhgd._check import compared, named
 from nhgd._diagnosis import flat, hypergradient_along, inner_distance
 from nhgd._progress import Tick, bar
 from nhgd._reference import reference
 from nhgd._solution import Row, Solution
 from nhgd._solver import Solver
+from nhgd._surroundings import library_settings
 from nhgd._validation import check_seed, validated
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import inner_batches, one_batch, reiterable
@@ -207,7 +207,7 @@ class _Probe:
             if row["step"] in steps:
                 with (
                     solver.loop.computing(),
-                    without_autocast(),
+                    library_settings(),
                     solver.loop.temporarily_at(self._problem.theta.flat(), before.v),
                 ):
                     self._look(row, before.adjoint, lambda words: tick(done, f"step {row['step']}: {words}"))

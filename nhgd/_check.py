@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nhgd._autocast import without_autocast
 from nhgd._diagnosis import advice, diagnosed, flat
 from nhgd._memory import PeakMemory, synchronise
 from nhgd._progress import bar
+from nhgd._surroundings import library_settings
 from nhgd._threads import on_suited_threads
 from nhgd._validation import check_seed, validated
 from nhgd.data.batch import Batch, move
@@ -135,7 +135,7 @@ def check(
     True
     """
     check_seed(seed)
-    with without_autocast():
+    with library_settings():
         found = _report(
             problem, inner_batch, outer_batch, inverses, inner_data, learn_from, dense_below, seed, progress
         )

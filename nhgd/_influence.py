@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 
-from nhgd._autocast import without_autocast
 from nhgd._progress import Tick, bar
 from nhgd._recording.normalisation import normalises_by_batch
 from nhgd._recording.query_gradients import QueryGradients, cut
 from nhgd._recording.recorder import Recorder
+from nhgd._surroundings import library_settings
 from nhgd._validation import check_seed, validated_but
 from nhgd.data import Data
 from nhgd.data.batch import Batch, common_length, first_bad, move
@@ -126,7 +126,7 @@ def influence(
     room = memory // (2 * max(4, problem.theta.dtype.itemsize))  # numbers for queries, and as many for samples
     most = max(1, room // _largest_row(problem))
     train, queries = _Batches(problem, train_data, "train_data"), _Batches(problem, query_data, "query_data")
-    with without_autocast(), bar("influence", progress) as tick:
+    with library_settings(), bar("influence", progress) as tick:
         solver = _Solver(problem, method, train, most, seed, calls, tick)
         rows, losses, taken = [], [], 0
         for values, gradients in _blocks(problem, queries, max(1, room // problem.theta.numel), seed):

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from nhgd._autocast import without_autocast
 from nhgd._recording.accounting import Call, LayerCall
 from nhgd._recording.normalisation import NormCall
 from nhgd._recording.recorder import Recorder
+from nhgd._surroundings import library_settings
 from nhgd._validation import check_seed, validated_but
 from nhgd.data.batch import Batch, first_bad, move
 from nhgd.data.loader import one_batch
@@ -146,7 +146,7 @@ class Observer:
         """
         batch = move(one_batch(batch, "batch"), self.problem.theta.device)
         if not torch.is_grad_enabled():
-            with without_autocast(), self._at_work():
+            with library_settings(), self._at_work():
                 return (self.problem.losses(batch).mean() + self.problem.ridge()).detach()
         bad = first_bad(batch) if self.steps == 0 else None
         if bad:
@@ -189,7 +189,7 @@ class Observer:
             found = torch.autograd.grad(value, theta.leaves, retain_graph=True, materialize_grads=True)
             gradient = list(found)
         else:
-            with without_autocast():
+            with library_settings():
                 seen = recorder.passed_already(given, calls)
                 gradient = [
                     torch.zeros_like(p) if g is None else g for g, p in zip(seen.data, theta.leaves, strict=True)
@@ -222,7 +222,7 @@ class Observer:
             raise InputError(
                 f"{self.inverse.name} has learnt nothing yet. First call inner(batch), and backward() on its result."
             )
-        with without_autocast(), self._at_work():
+        with library_settings(), self._at_work():
             at = Oracle(problem, [inner], outer, self.seed, self.calls)
             found = measured(at, self.inverse, implicit(at, self.inverse, self.state))
         self._begun = False  # what comes next is the inner loop of another outer step

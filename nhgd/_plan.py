@@ -13,6 +13,7 @@ import torch
 from nhgd._cost import Operation, Work, work
 from nhgd._memory import synchronise
 from nhgd._shape import Shape
+from nhgd._surroundings import library_settings
 from nhgd._threads import on_suited_threads
 from nhgd._validation import validated
 from nhgd.data.batch import Batch, common_length, move
@@ -70,6 +71,7 @@ class Plan:
 
 @validated
 @on_suited_threads
+@library_settings()
 def plan(
     problem: Bilevel,
     inner_batch: Batch | None = None,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nhgd._autocast import without_autocast
+from nhgd._surroundings import library_settings
 from nhgd._validation import check_seed, validated_but
 from nhgd.data.batch import Batch, first_bad
 from nhgd.data.loader import inner_batches
@@ -86,7 +86,7 @@ class _Solution:
         """-(d2_{theta,v} l)^T H^{-1} u, one tensor a leaf of v, for u given one tensor a leaf of theta."""
         problem = self.problem
         self._check_place()
-        with without_autocast():
+        with library_settings():
             if self._learned is None:
                 state = learn(self.inverse, problem, self.batches, self.seed)
                 self._learned = Oracle(problem, self.batches, None, self.seed), state

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from nhgd import _threads as threads
-from nhgd._autocast import without_autocast
 from nhgd._captured import Captured
 from nhgd._cost import largest
 from nhgd._randomness import Randomness
+from nhgd._surroundings import library_settings
 from nhgd.algorithm import AbstractAlgorithm, Loop, LoopSettings
 from nhgd.checkpoint import Checkpoints, Progress
 from nhgd.data.batch import Batch, common_length
@@ -30,7 +30,7 @@ def start(
     captured: Captured,
 ) -> Progress:
     """Lock the checkpoint folder, check the first batches, choose the threads and initialise the method."""
-    with randomness.scope(), without_autocast():
+    with randomness.scope(), library_settings():
         try:
             _refuse_learnt_rate(settings, algorithm)
             checkpoints.claim(problem.theta)

@@ -134,6 +134,8 @@ def as_losses(result: InnerResult, batch: Batch) -> Losses:
             )
         if samples is None and len(set(found.values())) > 1 and values.shape[0] in found.values():
             raise InputError(uneven(found))
+    if not values.numel():
+        raise InputError("inner() returned no loss, because the batch has no samples. Leave empty batches out.")
     if values.dtype.itemsize < 4:  # a mean over many samples would lose what half precision has
         values = values.float()
         result = replace(result, values=values)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nhgd import _tape as tape
-from nhgd._autocast import without_autocast
+from nhgd._surroundings import library_settings
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
 from nhgd.losses import Losses
@@ -171,7 +171,7 @@ class Objective:
     @contextmanager
     def drawing(self, live: bool = False) -> Iterator[None]:
         """The context of one pass, with dropout from the seed. `live`: buffers are updated."""
-        with without_autocast(), self.problem.guarded(self.seed or 0, live):
+        with library_settings(), self.problem.guarded(self.seed or 0, live):
             yield
 
     @contextmanager
@@ -237,7 +237,7 @@ class Objective:
         The value and the gradient are those of the batch, and the record that of the samples here.
         """
         problem, theta = self.problem, self.problem.theta
-        with without_autocast(), self.stepping():
+        with library_settings(), self.stepping():
             with tape.overlapped() as beside:
                 ridge = problem.ridge().detach()
             with torch.enable_grad():
@@ -345,7 +345,7 @@ class OuterObjective:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """The setting of one pass."""
-        with without_autocast(), self.problem.guarded(self.seed):
+        with library_settings(), self.problem.guarded(self.seed):
             yield
 
     def term(self) -> Tensor:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from nhgd import _tape as tape
-from nhgd._autocast import user_autocast
 from nhgd._kernels import twice_differentiable_kernels
 from nhgd._randomness import seeded
+from nhgd._surroundings import user_settings
 from nhgd._validation import shown, validated_but
 from nhgd.data.batch import Batch, common_length, first_bad, lengths
 from nhgd.errors import InputError
@@ -95,7 +95,7 @@ class Bilevel:
         """Evaluate the inner function at the given leaves (default: the current ones) and check its result."""
         with self.theta.view(theta) as theta_given, self.v.view(v) as v_given:
             try:
-                with user_autocast():
+                with user_settings():
                     result = self.inner(theta_given, v_given, batch)
             except (RuntimeError, ValueError, IndexError) as error:
                 found = lengths(batch)
@@ -111,7 +111,7 @@ class Bilevel:
         found = lengths(batch)
         if len(found) == 2 and len(set(found.values())) > 1:
             raise InputError(uneven(found))
-        with self.theta.view(theta) as theta_given, self.v.view(v) as v_given, user_autocast():
+        with self.theta.view(theta) as theta_given, self.v.view(v) as v_given, user_settings():
             value = self.outer(theta_given, v_given, batch)
         if not isinstance(value, Tensor):
             raise InputError(f"outer() returned a {type(value).__name__}. Return a scalar Tensor.")
@@ -125,7 +125,7 @@ class Bilevel:
         """One coefficient for each leaf of theta, a number or a tensor that broadcasts to it."""
         if not callable(self.l2):
             return [float(self.l2)] * len(self.theta.leaves)
-        with self.v.view(v) as v_given, user_autocast():
+        with self.v.view(v) as v_given, user_settings():
             found = self.l2(v_given)
         if isinstance(found, dict):
             missing = [name for name in self.theta.names if name not in found]
@@ -184,7 +184,7 @@ class Bilevel:
 
     def rate(self, learnt: Learnt) -> Tensor:
         """A learnt inner step size at the current v, with its graph."""
-        with self.v.view() as v_given, user_autocast():
+        with self.v.view() as v_given, user_settings():
             return learnt.at(v_given)
 
     def sizes(self, batches: Sequence[Batch]) -> list[int]:

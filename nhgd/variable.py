@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -55,7 +56,7 @@ class Variable:
             raise InputError(
                 f"{role} must be a Tensor, a dict of Tensors or an nn.Module, but it is a {type(given).__name__}."
             )
-        if not named:
+        if not any(t.numel() for t in named.values()):
             raise InputError(
                 f"{role} has nothing to train: it is empty, or every parameter is frozen (requires_grad=False)."
             )
@@ -67,6 +68,7 @@ class Variable:
                     f"{role}[{owners[id(tensor)]!r}] and {role}[{name!r}] are the same tensor, which would be trained twice."
                     " Keep one of them and use it in both places."
                 )
+        self._refuse_shared_memory(named)
         self.names = tuple(named)
         self.leaves = tuple(t if t.requires_grad else t.detach().requires_grad_() for t in named.values())
         devices = {t.device for t in self.leaves}
@@ -107,8 +109,34 @@ class Variable:
         self._frozen = {k: t for k, t in given.items() if k not in named}
         return named
 
+    def _called(self, name: str) -> str:
+        return self.role if name == self.role else f"{self.role}[{name!r}]"
+
+    def _refuse_shared_memory(self, named: dict[str, Tensor]) -> None:
+        """Refuse entries that lie in the same memory, of one tensor or of several: a step would move them twice."""
+        together: dict[int, list[str]] = {}
+        for name, tensor in named.items():
+            if tensor.numel():
+                together.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+        for names in together.values():
+            some = [named[name] for name in names]
+            spans = sorted((t.storage_offset(), t.storage_offset() + _span(t)) for t in some)
+            apart = all(first[1] <= second[0] for first, second in pairwise(spans))
+            if apart and all(_span(t) == t.numel() and 0 not in t.stride() for t in some):
+                continue
+            cells = some[0].untyped_storage().nbytes() // some[0].itemsize
+            memory = torch.arange(cells, device="cpu")
+            places = [memory.as_strided(t.shape, t.stride(), t.storage_offset()).reshape(-1) for t in some]
+            if len(torch.cat(places).unique()) < sum(map(len, places)):
+                remedy = " and ".join(f"{self._called(name)}.clone()" for name in names)
+                shared = "share" if len(names) > 1 else "has entries that share"
+                raise InputError(
+                    f"{' and '.join(map(self._called, names))} {shared} memory, so a step would move it twice. Pass"
+                    f" {remedy}."
+                )
+
     def _admit(self, name: str, tensor: Tensor) -> None:
-        where = self.role if name == self.role else f"{self.role}[{name!r}]"
+        where = self._called(name)
         if tensor.layout != torch.strided:
             raise InputError(f"{where} is a sparse tensor, which cannot be trained here. Pass {where}.to_dense().")
         if tensor.device.type == "meta":
@@ -297,3 +325,8 @@ def _inside(module: nn.Module) -> nn.Module:
         if wrapped is module:
             return module
         module = wrapped
+
+
+def _span(tensor: Tensor) -> int:
+    """From its first entry to its last one in memory, in entries."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

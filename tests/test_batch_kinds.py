@@ -19,7 +19,7 @@ from nhgd._tree import map_tensors, named_tensors
 from nhgd.data import BatchStream
 from nhgd.data.batch import common_length, fingerprint, first_bad, move
 from nhgd.oracle import Oracle
-from tests.catalogue import normal
+from tests.catalogue import mlp_module, normal
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -278,3 +278,14 @@ def test_what_lies_beside_the_tensors_changes_nothing(kind: str, inverse: str) -
 def test_numpy_arrays_do_not_hide_how_many_samples_there_are() -> None:
     assert common_length((torch.zeros(3, 2), np.array(["a", "b"]))) == 3
     assert common_length((torch.zeros(3, 2), Graphs(torch.zeros(3), torch.zeros(3), torch.zeros(3)))) is None
+
+
+@pytest.mark.parametrize("method", ["nhgd", "aid-cg", "itd"])
+def test_a_batch_without_samples_is_refused(method: str) -> None:
+    problem, (x, y, i), outer = mlp_module()
+    empty = (x[:0], y[:0], i[:0])
+    with pytest.raises(nhgd.InputError, match=r"the batch has no samples\. Leave empty batches out"):
+        nhgd.hypergradient(problem, empty, outer, inverse="cg")
+    solver = nhgd.Solver(problem, [(x, y, i), empty], [outer], method=method, inner_steps=3)
+    with pytest.raises(nhgd.InputError, match="the batch has no samples"):
+        solver.step()

@@ -540,3 +540,17 @@ def test_many_rows_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_record_of_another_kind_is_refused() -> None:
     with pytest.raises(InputError, match="received a PerSampleGradients"):
         taught(FisherWindow(), [normal(2, D)])
+
+
+def test_a_parameter_without_entries_is_no_hindrance() -> None:
+    batch, u, found = normal(5, 4), normal(4, seed=1), []
+    for more in ({}, {"none": torch.zeros(0, dtype=torch.float64)}):
+        problem = nhgd.Bilevel(
+            lambda theta, v, x: (x @ theta["a"] - v).square(),
+            lambda theta, v, x: theta["a"].sum(),
+            {"a": normal(4, seed=2)} | more,
+            torch.zeros((), dtype=torch.float64),
+        )
+        inverse = FisherWindow(damping=0.1)
+        found.append(inverse.apply(learn(inverse, problem, [batch]), u, Oracle(problem, [batch]))[0])
+    assert torch.equal(*found)

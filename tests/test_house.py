@@ -28,7 +28,7 @@ from tests import catalogue
 ORDER = """
     errors
     _validation _path _tape
-    _kernels _registry _duration ridge stop schedule _memory _progress _callbacks _interruption _randomness _stagnation _autocast
+    _kernels _registry _duration ridge stop schedule _memory _progress _callbacks _interruption _randomness _stagnation _surroundings
     _tree
     plot
     data likelihood

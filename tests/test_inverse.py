@@ -24,6 +24,7 @@ from nhgd.inverse import (
     Learned,
     Neumann,
     SolveStats,
+    base,
     capabilities,
 )
 from nhgd.inverse._krylov.spectrum import largest_eigenvalue
@@ -497,3 +498,32 @@ def test_what_an_inverse_does_not_say_holds_nevertheless() -> None:
     assert capabilities.with_learner(inverse, other) is other
     assert capabilities.with_learner(refined, other).learner is other
     assert capabilities.with_learner(CG(), other) == CG()
+
+
+@pytest.mark.parametrize(("dtype", "power"), [(torch.float32, 90), (torch.float64, 560)], ids=["float32", "float64"])
+@each_inverse
+def test_it_is_linear_where_squares_leave_the_range_of_the_dtype(case: InverseCase, dtype: Any, power: int) -> None:
+    double, (x, y, i), _ = of_classifier(nn.Linear(3, 3))
+    net, batch = double.theta.given.to(dtype), (x.to(dtype), y, i)
+    problem = nhgd.Bilevel(double.inner, double.outer, net, double.v.given.to(dtype), 0.05, "categorical")
+    inverse, point = case.make(), Oracle(problem, [batch])
+    state, u = learn(inverse, problem, [batch]), torch.ones(problem.theta.numel, dtype=dtype)
+    usual, _ = inverse.apply(state, u, point, 0.1 * u)
+    for sign in (-1, 1):
+        half = 2.0 ** (sign * power / 2)  # a power of two, of which nothing is rounded
+        x, _ = inverse.apply(state, u * half * half, point, 0.1 * u * half * half)
+        assert torch.equal(x / half / half, usual), sign
+
+
+@pytest.mark.parametrize("size", [0.0, 2.0**-600, 1.0, 2.0**600, float("inf")])
+def test_the_scale_of_a_captured_solve_is_found_without_reading_a_number(size: float, monkeypatch: Any) -> None:
+    monkeypatch.setattr(base.tape, "tape", object)
+    seen = []
+
+    def doubled(u: Tensor, start: Tensor | None) -> tuple[Tensor, SolveStats]:
+        seen.append(u)
+        return 2 * u, SolveStats(None, 0, True)
+
+    u = size * torch.ones(3, dtype=torch.float64)
+    assert torch.equal(base.at_usual_scale(u, None, doubled)[0], 2 * u)
+    assert float(seen[0][0]) in (0.0, 1.0, 2.0, float("inf"))

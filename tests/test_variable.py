@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -48,6 +48,7 @@ def test_flatten_undoes_unflatten(kind: int) -> None:
 @given(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=5))
 @settings(max_examples=50, deadline=None)
 def test_any_shapes_survive_the_way_there_and_back(shapes: list[list[int]]) -> None:
+    assume(not all(0 in shape for shape in shapes))
     variable = Variable({str(i): torch.zeros(shape, dtype=torch.float64) for i, shape in enumerate(shapes)}, "theta")
     vector = torch.arange(variable.numel, dtype=torch.float64)
     variable.assign(vector)
@@ -162,8 +163,28 @@ SHARED = torch.zeros(2)
         (torch.tensor([1.0, float("nan")]), "theta contains nan or inf before the first step"),
         ({"w": torch.tensor([float("inf")])}, r"theta\['w'\] contains nan or inf"),
         ({"a": SHARED, "b": SHARED}, r"theta\['a'\] and theta\['b'\] are the same tensor"),
+        (
+            {"a": SHARED, "b": SHARED[1:]},
+            r"theta\['a'\] and theta\['b'\] share memory.*Pass theta\['a'\]\.clone\(\) and",
+        ),
+        (torch.zeros(1).expand(3), r"theta has entries that share memory.*Pass theta\.clone\(\)"),
+        ({"a": torch.zeros(3).as_strided((2, 2), (1, 1))}, r"theta\['a'\] has entries that share memory"),
+        (torch.zeros(2, 0), "theta has nothing to train: it is empty"),
     ],
 )
 def test_refusals(given: Any, sentence: str) -> None:
     with pytest.raises(nhgd.InputError, match=sentence):
         Variable(given, "theta")
+
+
+def test_entries_of_one_memory_that_do_not_overlap_are_taken() -> None:
+    """Such as the weights of a recurrent layer that cuDNN has put together, or a layout with channels last."""
+    memory = torch.arange(12.0)
+    parts = {
+        "a": memory[:4],
+        "b": memory[4:].view(2, 4).T,
+        "c": torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last),
+    }
+    found = Variable(parts, "theta")
+    assert found.sizes == (4, 8, 24)
+    assert Variable({"a": memory[::2], "b": memory[1::2]}, "theta").numel == 12

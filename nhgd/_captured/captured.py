@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from nhgd import _tape as tape
-from nhgd._autocast import without_autocast
 from nhgd._captured.comparison import close, copy_into, counter_increments
 from nhgd._captured.graph import AbstractCapture, CudaCapture
 from nhgd._captured.placeholders import StepValues
@@ -23,6 +22,7 @@ from nhgd._captured.replay import RESPONSE_SECONDS, Replay, StepFailed
 from nhgd._captured.script import DEPTH, Script
 from nhgd._captured.static_state import StaticState
 from nhgd._captured.steps import CapturedStep, PendingStep, StepResult
+from nhgd._surroundings import library_settings
 from nhgd.algorithm import AbstractAlgorithm, Loop, StepInfo
 from nhgd.checkpoint import Progress
 from nhgd.errors import InputError, NhgdError
@@ -369,7 +369,7 @@ def _taped(algorithm: AbstractAlgorithm, progress: Progress, noting: tape.Tape) 
 
 
 def _eager(algorithm: AbstractAlgorithm, progress: Progress) -> StepInfo:
-    with without_autocast():
+    with library_settings():
         progress.loop.begin()
         progress.state, info = algorithm.step(progress.loop, progress.state)
     return info

@@ -138,13 +138,14 @@ def _tensor(array: Any, device: torch.device | str | None) -> Tensor:
     if isinstance(array, np.ndarray) and not (array.flags.writeable and all(s >= 0 for s in array.strides)):
         array = array.copy()
     try:
-        found = torch.as_tensor(array)
+        # as_tensor would move a tensor to torch's default device
+        found = array if isinstance(array, Tensor) else torch.as_tensor(array)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InputError(f"Data takes tensors and arrays of numbers; torch rejects this one: {error}.") from error
     if found.layout != torch.strided or found.device.type == "meta":
         kind = "on the meta device, which holds no numbers" if found.device.type == "meta" else "sparse"
         raise InputError(f"Data takes dense tensors, but one is {kind}.")
-    return torch.as_tensor(found, device=device)
+    return found if device is None else found.to(device)
 
 
 def one_batch(given: Any, name: str) -> Batch:

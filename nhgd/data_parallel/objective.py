@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nhgd._autocast import without_autocast
 from nhgd._randomness import Randomness
+from nhgd._surroundings import library_settings
 from nhgd.data.batch import Batch
 from nhgd.data_parallel.shard import Shard
 from nhgd.errors import InputError
@@ -66,7 +66,7 @@ class DividedObjective(Objective):
     @override
     def drawing(self, live: bool = False) -> Iterator[None]:
         device = self.problem.theta.device
-        with without_autocast(), self.shard.drawing(self.seed or 0, device) as seed, self.problem.guarded(seed, live):
+        with library_settings(), self.shard.drawing(self.seed or 0, device) as seed, self.problem.guarded(seed, live):
             yield
 
     @contextmanager
@@ -134,7 +134,7 @@ class DividedOuterObjective(OuterObjective):
     @override
     def drawing(self) -> Iterator[None]:
         device = self.problem.theta.device
-        with without_autocast(), self.shard.drawing(self.seed, device) as seed, self.problem.guarded(seed):
+        with library_settings(), self.shard.drawing(self.seed, device) as seed, self.problem.guarded(seed):
             yield
 
     @override

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from nhgd import _threads as threads
-from nhgd._autocast import without_autocast
 from nhgd._cost import largest
 from nhgd._registry import Registry
+from nhgd._surroundings import library_settings
 from nhgd._validation import check_seed, validated_but
 from nhgd.data.batch import Batch, common_length, move
 from nhgd.data.loader import inner_batches, one_batch
@@ -70,7 +70,7 @@ def hypergradient(
     outer_batch = move(one_batch(outer_batch, "outer_batch"), device)
     found = resolve_inverse("cg" if inverse is None else inverse)
     work = largest(found if chosen.inverts else None, problem.theta, common_length(batches[0]) or 1)
-    with without_autocast():
+    with library_settings():
         with threads.measuring(device) as measured:
             problem.validate(batches[0], outer_batch, chosen.learnt_rate)
         with threads.limited(threads.suited(max(measured.flops, work), device)):

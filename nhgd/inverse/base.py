@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar, final
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
+from nhgd import _tape as tape
 from nhgd._validation import Validated
 from nhgd.oracle import Oracle
 from nhgd.record import FisherKind, InnerRecord, RecordKind
@@ -137,7 +141,31 @@ class Iterative(AbstractInverse):
     @final
     @override
     def apply(self, state: Any, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
-        return self.solve(u, oracle, start)
+        """Solve, for u of any length."""
+        return at_usual_scale(u, start, lambda u, start: self.solve(u, oracle, start))
+
+
+def at_usual_scale(
+    u: Tensor, start: Tensor | None, solve: Callable[[Tensor, Tensor | None], tuple[Tensor, SolveStats]]
+) -> tuple[Tensor, SolveStats]:
+    """The x of a solve that is linear in u, also where u is so short or so long that squares of its entries would
+    underflow or overflow.
+
+    There u and the start are multiplied by a power of two, twice by half of it, and x is divided by it.
+    """
+    most = u.abs().amax()
+    bound = 2.0 ** (math.frexp(torch.finfo(u.dtype).max)[1] // 4)
+    half: float | Tensor
+    if tape.tape() is None:
+        size = float(most)
+        if size == 0 or not math.isfinite(size) or 1 / bound < size < bound:
+            return solve(u, start)
+        half = 2.0 ** -(math.frexp(size)[1] // 2)
+    else:  # where no number may be read
+        unusual = (most > 0) & torch.isfinite(most) & ((most <= 1 / bound) | (most >= bound))
+        half = torch.exp2(-torch.log2(torch.where(unusual, most, 1.0)).div(2).floor())
+    x, stats = solve(u * half * half, None if start is None else start * half * half)
+    return x / half / half, stats
 
 
 def vector_bytes(theta: Variable, count: int = 1) -> int:

@@ -12,7 +12,7 @@ from nhgd import _tape as tape
 from nhgd._validation import counted, not_negative
 from nhgd.errors import InputError
 from nhgd.inverse._krylov.pcg import pcg
-from nhgd.inverse.base import AbstractInverse, Learned, SolveStats, vector_bytes
+from nhgd.inverse.base import AbstractInverse, Learned, SolveStats, at_usual_scale, vector_bytes
 from nhgd.inverse.capabilities import follows_horizon, label, preconditioner, products, warnings_for, with_learner
 from nhgd.inverse.kfac import KFAC
 from nhgd.oracle import Oracle
@@ -88,6 +88,9 @@ class Refined(AbstractInverse):
     @override
     def apply(self, state: Any, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Iterate from `start` if it is better than zero, else from zero."""
+        return at_usual_scale(u, start, lambda u, start: self._solve(state, u, oracle, start))
+
+    def _solve(self, state: Any, u: Tensor, oracle: Oracle, start: Tensor | None) -> tuple[Tensor, SolveStats]:
         before = oracle.calls.hvps
         product = oracle.hvp if self.matrix == "hessian" else oracle.ggn
         precondition = preconditioner(self.inverse, state, oracle)

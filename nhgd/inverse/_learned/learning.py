@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from nhgd._autocast import without_autocast
 from nhgd._recording.recorder import Recorder
+from nhgd._surroundings import library_settings
 from nhgd.data.batch import Batch
 from nhgd.inverse.base import AbstractInverse
 from nhgd.inverse.capabilities import couples
@@ -30,7 +30,7 @@ def learn(
         return None
     state = learner.init(problem.theta) if state is None else state
     recorder = Recorder(problem, learner.records, learner.fisher, calls, couples(learner))
-    with without_autocast(), problem.guarded(seed):
+    with library_settings(), problem.guarded(seed):
         for batch in batches:
             record = recorder.step(batch).record
             assert record is not None

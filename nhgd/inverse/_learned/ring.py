@@ -71,7 +71,7 @@ def factors_pay(places: int, roots: int, width: int, out: int) -> bool:
 
 def by_sample(rows: Tensor, samples: int) -> Tensor:
     """(K B, d) -> (B, K, d)."""
-    return rows.reshape(-1, samples, rows.shape[1]).transpose(0, 1)
+    return rows.reshape(len(rows) // samples, samples, rows.shape[1]).transpose(0, 1)
 
 
 def layer_rows(state: WindowState, record: LayerStatistics) -> NewRows:
