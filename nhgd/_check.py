@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nhgd._diagnosis import advice, diagnosed, flat
+from nhgd._html import table
 from nhgd._memory import PeakMemory, synchronise
 from nhgd._progress import bar
 from nhgd._surroundings import library_settings
@@ -31,6 +32,8 @@ from nhgd.problem import Bilevel
 from nhgd.record import BATCH_OBJECTIVE
 
 EXACT_BELOW = 500  # up to this D the dense solve is among the inverses that are compared when none are named
+HEADS = ("inverse", "cosine", "rel. error", "ms", "MB", "residual", "hvps")
+WIDTHS = ("<16", ">9", ">12", ">10", ">9", ">11", ">7")
 SLOW = 5.0  # seconds from which on a row is not run once more only to be timed
 
 
@@ -67,22 +70,28 @@ class Report:
         return dict(vars(self))
 
     def __str__(self) -> str:
-        lines = [
-            f"reference: {self.reference['method']}, residual {self.reference['residual']:.1e},"
-            f" D = {self.reference['dimension']}",
-            f"{'inverse':<16}{'cosine':>9}{'rel. error':>12}{'ms':>10}{'MB':>9}{'residual':>11}{'hvps':>7}",
-        ]
-        for row in self.rows:
-            if row["error"]:
-                lines.append(f"{row['inverse']:<16}{row['error']}")
-                continue
-            cosine = "-" if row["cosine"] is None else f"{row['cosine']:.4f}"
-            error = "-" if row["relative_error"] is None else f"{row['relative_error']:.2e}"
-            lines.append(
-                f"{row['inverse']:<16}{cosine:>9}{error:>12}{row['milliseconds']:>10.2f}"
-                f"{row['megabytes']:>9.3f}{row['residual']:>11.1e}{row['hvps']:>7}"
-            )
+        lines = [self._reference, "".join(map(format, HEADS, WIDTHS))]
+        lines += ["".join(map(format, self._cells(row), WIDTHS)).rstrip() for row in self.rows]
         return "\n".join([*lines, *self.warnings, *self.advice])
+
+    def _repr_html_(self) -> str:
+        cells = [self._cells(row) for row in self.rows]
+        return table(HEADS, cells, self._reference, [*self.warnings, *self.advice])
+
+    @property
+    def _reference(self) -> str:
+        known = self.reference
+        return f"reference: {known['method']}, residual {known['residual']:.1e}, D = {known['dimension']}"
+
+    @staticmethod
+    def _cells(row: dict[str, Any]) -> list[str]:
+        """A row as it is shown: a text for each column, or the sentence of an inverse that refused."""
+        if row["error"]:
+            return [row["inverse"], row["error"]]
+        cosine = "-" if row["cosine"] is None else f"{row['cosine']:.4f}"
+        error = "-" if row["relative_error"] is None else f"{row['relative_error']:.2e}"
+        cost = f"{row['milliseconds']:.2f}", f"{row['megabytes']:.3f}"
+        return [row["inverse"], cosine, error, *cost, f"{row['residual']:.1e}", str(row["hvps"])]
 
     @property
     def warnings(self) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nhgd._cost import Operation, Work, work
+from nhgd._html import table
 from nhgd._memory import synchronise
 from nhgd._shape import Shape
 from nhgd._surroundings import library_settings
@@ -23,6 +24,9 @@ from nhgd.inverse.capabilities import warnings_for
 from nhgd.loop.calibration import places
 from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
+
+HEADS = ("inverse", "memory", "ms", "ms a step", "  note")
+WIDTHS = ("<16", ">12", ">12", ">12", "<6")
 
 
 @dataclass(frozen=True)
@@ -55,18 +59,26 @@ class Plan:
         return dict(vars(self))
 
     def __str__(self) -> str:
-        how = "measured" if self.measured else "estimated"
-        lines = [
-            f"D = {self.dimension}, outer D = {self.outer_dimension}, batches of {self.samples}, one inner gradient"
-            f" {self.gradient_milliseconds:.3g} ms ({how})",
-            f"{'inverse':<16}{'memory':>12}{'ms':>12}{'ms a step':>12}  note",
-        ]
-        for row in self.rows:
-            lines.append(
-                f"{row['inverse']:<16}{readable(row['bytes']):>12}{row['milliseconds']:>12.3g}"
-                f"{row['step_milliseconds']:>12.3g}  {row['note']}"
-            )
+        lines = [self._about, "".join(map(format, HEADS, WIDTHS))]
+        lines += ["".join(map(format, self._cells(row), WIDTHS)).rstrip() for row in self.rows]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        heads = [head.strip() for head in HEADS]
+        return table(heads, [[cell.strip() for cell in self._cells(row)] for row in self.rows], self._about)
+
+    @property
+    def _about(self) -> str:
+        how = "measured" if self.measured else "estimated"
+        return (
+            f"D = {self.dimension}, outer D = {self.outer_dimension}, batches of {self.samples}, one inner gradient"
+            f" {self.gradient_milliseconds:.3g} ms ({how})"
+        )
+
+    @staticmethod
+    def _cells(row: dict[str, Any]) -> list[str]:
+        times = f"{row['milliseconds']:.3g}", f"{row['step_milliseconds']:.3g}"
+        return [row["inverse"], readable(row["bytes"]), *times, f"  {row['note']}"]
 
 
 @validated

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from nhgd._html import table
 from nhgd._validation import number
 from nhgd.algorithm import AbstractAlgorithm, Loop, StepInfo
 from nhgd.errors import InputError
@@ -40,6 +41,7 @@ class Solution:
             outer steps were repeated as captured work (taken: "graph" or "eager"), and why in a sentence; and stagnation: a sentence where `run` has got nowhere.
         result: the name of the stop rule that ended the run: "steps", "budget", "plateau", that of a rule of the caller's, or
             "stopped" when the caller's own loop or `stop` ended it.
+        metrics: the names of the metrics in the history.
     """
 
     v: Given
@@ -47,10 +49,35 @@ class Solution:
     history: list[Row]
     stats: dict[str, Any]
     result: str
+    metrics: tuple[str, ...] = ()
 
-    def plot(self, path: str | Path) -> Path:
-        """Draw the outer and the inner loss over time and write the picture to `path`."""
-        return draw_history(Path(path), self.history, self.stats["method"])
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw the outer and the inner loss over time.
+
+        Args:
+            path: where to write the picture too; its ending says how: .png, .svg or .pdf.
+
+        Returns:
+            A Matplotlib figure, which notebooks show.
+        """
+        return draw_history(None if path is None else Path(path), self.history, self.stats["method"])
+
+    def _repr_html_(self) -> str:
+        numbers = self._numbers()
+        seconds, calls = self.stats["seconds"], self.stats["oracle_calls"]
+        title = f"{self.stats['method']}, {self.stats['steps']} outer steps in {seconds:.3g} s, ended by {self.result}"
+        used = ", ".join(f"{name.replace('_', ' ')} {count:,.0f}" for name, count in calls.items() if count)
+        notes = [used, self.stats.get("stagnation")]
+        return table(("", "first step", "last step"), numbers, title, [note for note in notes if note])
+
+    def _numbers(self) -> list[list[str]]:
+        """Losses and metrics in the first and the last row that have them."""
+        rows = []
+        for name in ("outer_loss", "inner_loss", "hypergradient_norm", *self.metrics):
+            known = [row[name] for row in self.history if isinstance(row.get(name), (int, float))]
+            if known:
+                rows.append([name.replace("_", " "), f"{known[0]:.4g}", f"{known[-1]:.4g}"])
+        return rows
 
 
 def history_row(loop: Loop, info: StepInfo, work: Traffic, total: float, taken: float) -> Row:

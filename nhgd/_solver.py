@@ -371,7 +371,8 @@ class Solver:
         self._captured.suspend()
         stats = statistics(self.algorithm, self.loop, self.history, self.seconds)
         stats["compile"] = self._captured.stats()
-        return Solution(self.problem.v.given, self.problem.theta.given, self.history, stats, result)
+        given = self.problem.v.given, self.problem.theta.given
+        return Solution(*given, self.history, stats, result, tuple(self._measured))
 
     def close(self) -> None:
         """Release the executor's resources and the checkpoint folder."""

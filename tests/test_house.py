@@ -27,7 +27,7 @@ from tests import catalogue
 # A file imports from the rows above its own and from its own folder. A new noun needs a place here.
 ORDER = """
     errors
-    _validation _path _tape
+    _validation _path _tape _html
     _kernels _registry _duration ridge stop schedule _memory _progress _callbacks _interruption _randomness _stagnation _surroundings
     _tree
     plot

@@ -332,9 +332,13 @@ def test_dropout_runs_are_reproducible():
     assert torch.equal(run(), run())
 
 
-def test_plot_writes_a_picture(tmp_path):
-    path = solver(small()).run(steps=3).plot(tmp_path / "curve.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
+def test_plot_writes_a_picture_and_returns_the_figure(tmp_path):
+    solution = solver(small()).run(steps=3)
+    figure = solution.plot(tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert [axes.lines[0].get_ydata().tolist() for axes in figure.axes] == [
+        [row[loss] for row in solution.history] for loss in ("outer_loss", "inner_loss")
+    ]
 
 
 def test_progress_bar_goes_to_standard_error(capsys):

@@ -16,6 +16,7 @@ from nhgd.data.device import usable_device
 from nhgd.errors import InputError
 from nhgd.sklearn._cross_fitting import Classifier, Linear, Module, Samples, log_probabilities
 from nhgd.sklearn._distinct import Distinct, sample_weights
+from nhgd.sklearn._html import findings
 from nhgd.sklearn._inputs import check_counts, check_model, probabilities
 from nhgd.sklearn._member import member_of, panel
 from nhgd.sklearn._noise import threshold, wrong_log_odds
@@ -323,3 +324,19 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         scores = np.exp(scores - scores.max(1, keepdims=True))
         found: Array = scores / scores.sum(1, keepdims=True)
         return found
+
+    def _repr_mimebundle_(self, **how: Any) -> dict[str, Any]:
+        """What notebooks show: scikit-learn's picture of the estimator, and what was found."""
+        shown: dict[str, Any] = super()._repr_mimebundle_(**how)
+        return shown | {"text/html": self._with_findings(shown["text/html"])} if "text/html" in shown else shown
+
+    @property
+    def _repr_html_(self) -> Any:
+        """The same for what knows no bundles; as in scikit-learn there is none with `display="text"`."""
+        picture = super()._repr_html_
+        return lambda: self._with_findings(picture())
+
+    def _with_findings(self, picture: str) -> str:
+        if not hasattr(self, "issue_counts_"):
+            return picture
+        return picture + findings(self.classes_, self.issue_counts_, self.noise_matrix_, len(self.scores_))
