@@ -64,7 +64,7 @@ ORDER = """
     paper
     _experiment
     comparison
-    sklearn
+    report sklearn
     cli
 """
 RANK = {name: rank for rank, row in enumerate(ORDER.split("\n")) for name in row.split()}

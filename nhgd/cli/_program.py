@@ -53,6 +53,10 @@ COMMANDS = {
         "bench",
         "Time an outer step of a method under several executions, and compare what they find with the inline run.",
     ),
+    "report": Command(
+        "write_report",
+        "One page, report.html, of a folder that bench, run or another command has written. It needs no network.",
+    ),
     "theory": Command(
         "theory",
         "Constants of a task, the step sizes and loop lengths of the theorems, and their cost. --set takes task settings.",

@@ -19,10 +19,10 @@ LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textascii
 }
 
 
-def main_metrics(table: Table) -> list[str]:
+def main_metrics(about: Mapping[str, Any], summary: Sequence[Mapping[str, Any]]) -> list[str]:
     """What the tables show of all metrics: the headline, the selection, and the outer loss."""
-    known = {row["metric"] for row in table.summary}
-    names = (table.about["headline"], *_MORE, table.about["selection"], "outer_loss")
+    known = {row["metric"] for row in summary}
+    names = (about["headline"], *_MORE, about["selection"], "outer_loss")
     return [name for name in dict.fromkeys(names) if name in known]
 
 
@@ -31,7 +31,7 @@ _MORE = ("f1", "true_objective_grid", "test_accuracy")  # of tasks that have the
 
 def text(table: Table) -> str:
     """Plain text: the comparison, what steps cost, and notes."""
-    about, names = table.about, main_metrics(table)
+    about, names = table.about, main_metrics(table.about, table.summary)
     cells = _summary_cells(table)
     to_target = {row["method"]: row for row in (table.target or {"methods": []})["methods"]}
     head = ["method", *(_titled(name) for name in names), "median steps", "ms/step", "gradients/step"]
@@ -48,7 +48,7 @@ def text(table: Table) -> str:
             _short(cost["step_gradients"], ".4g"),
         ]
         if target is not None:
-            line.append(_to_target(to_target[cost["method"]], axis))
+            line.append(reached_words(to_target[cost["method"]], axis))
         lines.append(line)
     seeds = len({run["seed"] for run in table.runs})
     title = (
@@ -126,7 +126,7 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def latex(table: Table) -> str:
     """A table for a paper, with booktabs; the best mean of each column is bold."""
-    names = main_metrics(table)
+    names = main_metrics(table.about, table.summary)
     methods = [row["method"] for row in table.costs]
     means = {(row["method"], row["metric"]): row["mean"] for row in table.summary}
     lines = []
@@ -152,7 +152,7 @@ def latex(table: Table) -> str:
 
 def html(table: Table) -> str:
     """For notebooks."""
-    names, cells = main_metrics(table), _summary_cells(table)
+    names, cells = main_metrics(table.about, table.summary), _summary_cells(table)
     escape = escaping.escape
     head = "".join(f"<th>{escape(word)}</th>" for word in ("method", *map(_titled, names), "ms/step", "gradients/step"))
     body = ""
@@ -194,7 +194,8 @@ def _is_grid(table: Table) -> bool:
     return any(not row["chosen"] for row in table.tried)
 
 
-def _to_target(row: Mapping[str, Any], axis: str) -> str:
+def reached_words(row: Mapping[str, Any], axis: str) -> str:
+    """When a target was reached, and by how many seeds where not by all."""
     if not row["runs"]:
         return "-"
     if row[axis] is None:

@@ -4,15 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nhgd.errors import InputError
 
-# M. Okabe and K. Ito, Color Universal Design, 2008; without their yellow, which is too light for a line on white.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
+
+@dataclass(frozen=True)
+class Theme:
+    """The colours of a figure or a page.
+
+    Attributes:
+        paper, page, shade: behind figures, around them, and of headings.
+        ink, quiet: of text, and of what matters less.
+        grid, edge: of lines that help the eye, and of those that end something.
+        palette: of what is compared.
+    """
+
+    paper: str
+    page: str
+    shade: str
+    ink: str
+    quiet: str
+    grid: str
+    edge: str
+    palette: tuple[str, ...]
+
+
+# M. Okabe and K. Ito, Color Universal Design, 2008; without their yellow, which is too light for a line on white. Those
+# for dark paper are as far from each other to colour-blind eyes, and lighter.
+LIGHT = Theme(
+    *("#ffffff", "#f5f6f8", "#f1f3f5", "#222222", "#5f6772", "#e3e6ea", "#a9b0b9"),
+    ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555"),
+)
+DARK = Theme(
+    *("#191c21", "#101216", "#22262c", "#e8eaed", "#a3abb6", "#30353d", "#59616c"),
+    ("#4A9FE0", "#F07F2E", "#1FB58A", "#E5A3C8", "#F5C242", "#8FD3FF", "#B4B9C1"),
+)
+PALETTE = LIGHT.palette
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))  # once the colours are used up
-INK, QUIET, GRID = "#222222", "#6b7280", "#e3e6ea"
+INK, QUIET, GRID = LIGHT.ink, LIGHT.quiet, LIGHT.grid
 FORMATS = ("png", "svg", "pdf")
 
 SETTINGS: Any = {  # any: matplotlib has a type of its own for the keys
