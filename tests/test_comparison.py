@@ -149,6 +149,9 @@ def test_settings_with_fewer_failures_come_first():
         ({"warmup": 1}, "at least 2"),
         ({"widen": 99}, "at most 8"),
         ({"data": "/tmp"}, "reads no files"),
+        ({"device": "cud"}, "device for bench called 'cud'"),
+        ({"device": "meta"}, "meta device"),
+        ({"methods": [5]}, "methods must be"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(more, words, monkeypatch, tmp_path):

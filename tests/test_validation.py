@@ -27,7 +27,8 @@ from nhgd.problem import Bilevel
 from nhgd.schedule import Schedule
 from nhgd.task import TASKS
 
-RESULTS = {"AlongReport", "Hypergradient", "Plan", "Report", "Solution"}  # what the library makes, and nobody gives
+# What the library makes, and nobody gives.
+RESULTS = {"AlongReport", "Hypergradient", "Influence", "Plan", "Report", "Solution", "Table"}
 STORED = {"LabelCleaner", "DatasetDistiller"}  # as scikit-learn has it, they look at their settings in fit
 X, Y = torch.zeros(4, 2), torch.zeros(4)
 

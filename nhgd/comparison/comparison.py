@@ -16,7 +16,7 @@ import torch
 from nhgd import task as tasks
 from nhgd._progress import bar
 from nhgd._results import folder, jsonable
-from nhgd._validation import shown
+from nhgd._validation import shown, validated_but
 from nhgd.algorithm import AbstractAlgorithm
 from nhgd.comparison import choice, grid
 from nhgd.comparison import seeds as seed_lists
@@ -25,6 +25,7 @@ from nhgd.comparison.grid import Grid
 from nhgd.comparison.store import Store, check
 from nhgd.comparison.table import Table
 from nhgd.comparison.trial import Run, Trial, environment, measured
+from nhgd.data.device import usable_device
 from nhgd.errors import InputError
 from nhgd.plot.style import FORMATS
 from nhgd.task import AbstractTask
@@ -34,6 +35,7 @@ METHODS = ("nhgd", "aid-cg", "stocbio", "soba")
 MOST_WIDER = 8  # rounds
 
 
+@validated_but("seeds", "budget")
 def bench(
     task: str | AbstractTask,
     methods: Methods = METHODS,
@@ -138,9 +140,8 @@ class Comparison:
             raise InputError(f"jobs is a number of processes, or -1 for one on each core; got {shown(jobs)}.")
         if jobs != 1 and importlib.util.find_spec("joblib") is None:
             raise InputError("Several processes need joblib: pip install joblib. With jobs=1 nothing is needed.")
-        used = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        if used.startswith("cuda") and not torch.cuda.is_available():
-            raise InputError("PyTorch cannot use a CUDA device here. Use the device cpu.")
+        here = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        used = str(usable_device("bench", here))
         label, method = next(iter(named.items()))
         first = Trial(
             task, preset, label, method, 0, {}, Allowance.read(budget), used, None if data is None else Path(data), warmup,
