@@ -1,6 +1,7 @@
 # make demo    set everything up and clean a noisy label set
 # make test    set everything up and run the tests
 # make docs    build the documentation into site/
+# make notebooks  run its notebooks again
 # make install the set-up alone
 
 PYTHON ?= python3
@@ -39,7 +40,10 @@ check: $(STAMP)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-.PHONY: docs
+.PHONY: docs notebooks
+notebooks: $(STAMP)
+	@$(BIN)/python docs/notebooks.py
+
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 

@@ -22,7 +22,7 @@ Row: TypeAlias = dict[str, Any]
 Metrics: TypeAlias = Callable[[Any, Any], dict[str, float]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Solution:
     """The result of a run.
 
@@ -50,6 +50,10 @@ class Solution:
     stats: dict[str, Any]
     result: str
     metrics: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        method, steps, seconds = (self.stats[name] for name in ("method", "steps", "seconds"))
+        return f"<Solution by {method}: {steps} outer steps in {seconds:.3g} s, ended by {self.result!r}>"
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw the outer and the inner loss over time.

@@ -125,7 +125,8 @@ def test_the_harmful_samples_of_the_page_of_influence_are_the_wrong_ones():
 
 def test_every_page_is_in_the_navigation():
     listed = set(re.findall(r"([\w/-]+\.md)", (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("nav:")[1]))
-    assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert listed == pages | {f"notebooks/{path.stem}.md" for path in (DOCS / "notebooks").glob("*.ipynb")}
 
 
 @pytest.mark.parametrize("page", sorted((DOCS / "api").glob("*.md")), ids=lambda page: page.stem)

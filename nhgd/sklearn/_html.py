@@ -8,7 +8,7 @@ import numpy as np
 
 from nhgd._html import table
 
-MOST = 20  # classes
+MOST = 10  # pairs of classes
 
 
 def findings(classes: Any, issue_counts: Any, noise: Any, samples: int) -> str:
