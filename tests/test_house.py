@@ -64,6 +64,7 @@ ORDER = """
     paper
     _experiment
     comparison
+    reproduce
     report sklearn
     cli
 """

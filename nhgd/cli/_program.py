@@ -61,6 +61,10 @@ COMMANDS = {
         "theory",
         "Constants of a task, the step sizes and loop lengths of the theorems, and their cost. --set takes task settings.",
     ),
+    "reproduce": Command(
+        "reproduce",
+        "The paper's theorems and tables, measured again. --out keeps the results, and goes on with what is there.",
+    ),
     "influence": Command(
         "influence",
         "Influence of every training sample on every outer sample of a task, at its solved inner problem.",

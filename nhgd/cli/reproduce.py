@@ -1,0 +1,40 @@
+"""`nhgd reproduce`: the paper's theorems and tables, measured again."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from nhgd._progress import bar
+from nhgd.cli._options import DataFolder, Device, Json, Out, Seed, checked_seed, device_called
+from nhgd.cli._output import console, print_json
+from nhgd.reproduce import EXPERIMENTS, Request
+from nhgd.reproduce import reproduce as run
+from nhgd.reproduce.command import summary
+
+
+def reproduce(
+    experiment: Annotated[str, typer.Argument(metavar="EXPERIMENT", help=f"{', '.join(EXPERIMENTS)}.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A small part, in under three minutes on two cores.")] = False,
+    data: DataFolder = None,
+    out: Out = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="How long it may take, the most valuable rows first.", show_default=False),
+    ] = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """The paper's theorems and tables, measured again. --out keeps the results, and goes on with what is there.
+
+    Where torch and NumPy are all there is, `python -m nhgd.reproduce EXPERIMENT` does the same.
+    """
+    request = Request(experiment, quick, data, out, seconds, str(device_called(device)), checked_seed(seed))
+    with bar("reproduce", lines=not as_json) as tick:
+        found = run(request, lambda words: tick(None, words))
+    if as_json:
+        print_json(found)
+    else:
+        console().print(summary(found))
