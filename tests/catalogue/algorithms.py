@@ -343,6 +343,7 @@ ALGORITHMS: list[AlgorithmCase] = [
         formula=formulas.perturbed(1.0, everywhere=True),
         noisy={"outer_lr": FALLING},
         wrong=PZOBO(directions=3, mu=1.0),
+        real_method=PZOBO(directions=2, mu=0.5),  # not a loop for each of the weights
     ),
     AlgorithmCase(
         PZOBO(directions=2, mu=0.5),
