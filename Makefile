@@ -27,7 +27,7 @@ demo: $(STAMP)
 	@$(BIN)/nhgd demo
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu"
 
 test-slow: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 -m "slow and not gpu"

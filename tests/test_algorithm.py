@@ -186,26 +186,31 @@ def test_the_peak_counts_what_lives_at_once():
     assert 2400 <= live.peak <= 2500
 
 
+def draws_its_number_of_batches(case: AlgorithmCase) -> bool:
+    return getattr(case.method, "estimator", None) == "randomised"
+
+
 # One line is enough for aid: its inverses keep nothing between outer steps.
 @pytest.mark.parametrize(
     "case",
     [case for case in catalogue.ALGORITHMS if case.method.name != "aid" or not case.label],
     ids=lambda case: case.name,
 )
-@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")  # two hundred outer steps at one rate end in noise
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")  # many outer steps at one rate end in noise
 def test_memory_does_not_grow_with_outer_steps(case):
-    """Neither what lives between outer steps nor the most that lives within one, from the 20th to the 200th.
+    """Neither what lives between outer steps, to the byte, nor the most that lives within one, over 60 of them.
 
-    A step holds as many shuffled passes over the data as the batches it keeps come from, which is one more or less by the
-    place in a pass where it begins and, in SUSTAIN, by its random number of factors. What may grow is the list of losses, 8
-    bytes for each inner step of BSA.
+    A pass over the data has three batches, so 60 steps later all begin at the same place of a pass; except where the number of
+    batches is random, so that a step may hold the order of one pass more. What may grow is the list of losses, 8 bytes for each
+    inner step of BSA.
     """
     instance = Quadratic.preset("quick").with_settings({"batch": 20}).build(0, CPU)
+    assert instance.inner_data.samples == 3 * 20
     chosen = {**instance.solver_settings(), **case.settings, "inner_steps": 2}
     solver = nhgd.Solver(instance.problem, instance.inner_data, instance.outer_data, case.method, **chosen)
     solver.run(steps=17)
     peak, before = peak_of(solver, 3), live_bytes()
-    solver.run(steps=177)
+    solver.run(steps=57)
     one_pass = sum(t.nbytes for t in instance.inner_data.tensors) + 8 * instance.inner_data.samples
-    assert peak_of(solver, 3) <= peak + one_pass + 1000
-    assert live_bytes() <= before + one_pass + 1000
+    assert peak_of(solver, 3) <= peak + (one_pass if draws_its_number_of_batches(case) else 200)
+    assert live_bytes() <= before
