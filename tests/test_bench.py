@@ -1,4 +1,4 @@
-"""`nhgd bench`: executions side by side, what is said of each, and what is refused before anything runs."""
+"""`nhgd bench --execution`: executions side by side, what is said of each, and what is refused before anything runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import pytest
 import torch
 
 import nhgd
-from nhgd.cli.bench import _quartiles, _rows
+from nhgd.cli._executions import _quartiles, _rows
 from nhgd.execution import Device
 from tests.commands import answer, invoke, refusal, strict_json
 
-QUICK = ("bench", "l2", "--preset", "quick", "--steps", "3", "--warmup", "1", "--rounds", "2", "--device", "cpu")
+QUICK = (
+    *("bench", "l2", "--preset", "quick", "--device", "cpu"),
+    *("--execution", "inline,thread", "--steps", "3", "--warmup", "1", "--rounds", "2"),
+)
 
 
 @pytest.fixture(autouse=True)

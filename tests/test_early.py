@@ -51,7 +51,7 @@ def unbuilt(monkeypatch):
 def test_a_setting_is_refused_before_the_task_is_built(unbuilt, task, arguments, message):
     assert message in refusal("run", task, *arguments)
     if not {"inverse=kfacc", "nhdg"} & set(arguments) and task == "pde":
-        assert message in refusal("bench", task, "--method", "nhgd", *arguments)
+        assert message in refusal("bench", task, "--execution", "inline,thread", "--method", "nhgd", *arguments)
 
 
 @pytest.mark.parametrize(

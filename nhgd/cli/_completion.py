@@ -21,6 +21,12 @@ def methods(incomplete: str) -> list[str]:
     return _beginning(incomplete, names())
 
 
+def method_list(incomplete: str) -> list[str]:
+    """Names of methods, the last of several with commas between them."""
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in methods(last)]
+
+
 def executions(incomplete: str) -> list[str]:
     """Names of executions."""
     return _beginning(incomplete, EXECUTIONS)

@@ -51,7 +51,7 @@ COMMANDS = {
     ),
     "bench": Command(
         "bench",
-        "Time an outer step of a method under several executions, and compare what they find with the inline run.",
+        "Several methods, seeds and settings with the same budget each: tables, figures and a page. --execution: executions.",
     ),
     "report": Command(
         "write_report",

@@ -23,7 +23,7 @@ from nhgd.comparison import seeds as seed_lists
 from nhgd.comparison.budget import Allowance
 from nhgd.comparison.grid import Grid
 from nhgd.comparison.store import Store, check
-from nhgd.comparison.table import Table
+from nhgd.comparison.table import Table, check_metric
 from nhgd.comparison.trial import Run, Trial, environment, measured
 from nhgd.data.device import usable_device
 from nhgd.errors import InputError
@@ -71,8 +71,8 @@ def bench(
         preset: a named set of the task's settings.
         device: "auto", "cpu", "cuda" or "cuda:1".
         data: a folder with the task's files.
-        out: a folder for results: one file for each run, tables, figures and a page. The same call goes on where it was
-            interrupted, and more methods, seeds and values may be added later.
+        out: a folder for results: one file for each run, tables and figures; `nhgd.report.report(out)` makes a page of it.
+            The same call goes on where it was interrupted, and more methods, seeds and values may be added later.
         jobs: processes, by joblib; its backends such as Dask and Ray are used inside `joblib.parallel_config(...)`. Runs
             at the same time disturb each other's clocks unless each has a core of its own.
         warmup: outer steps of the separate run, at least 2.
@@ -100,7 +100,7 @@ class Comparison:
         methods: names and objects by label.
         seeds, grid: as parsed.
         jobs, widen: as of `bench`.
-        command: what was typed, for the report.
+        origin: where it comes from, as `provenance` gives it, for the page.
     """
 
     first: Trial
@@ -109,7 +109,7 @@ class Comparison:
     grid: Grid
     jobs: int = 1
     widen: int = 0
-    command: str | None = None
+    origin: Mapping[str, Any] | None = None
 
     @classmethod
     def of(
@@ -126,7 +126,7 @@ class Comparison:
         warmup: int,
         patience: int | None,
         widen: int,
-        command: str | None = None,
+        origin: Mapping[str, Any] | None = None,
     ) -> Comparison:
         """From arguments; everything that can be refused without data is refused here."""
         named = _by_label(methods)
@@ -147,7 +147,7 @@ class Comparison:
             task, preset, label, method, 0, {}, Allowance.read(budget), used, None if data is None else Path(data), warmup,
             patience,
         )  # fmt: skip
-        found = cls(first, named, seed_lists.checked(chosen_seeds), settings, jobs, widen, command)
+        found = cls(first, named, seed_lists.checked(chosen_seeds), settings, jobs, widen, origin)
         checked = set()
         for trial in found.trials():
             if (key := (trial.label, str(trial.settings))) not in checked:
@@ -203,7 +203,8 @@ class Comparison:
             "headline": task.headline,
             "curve": task.curve,
             "selection": task.selection,
-            "command": self.command,
+            "command": None if self.origin is None else self.origin.get("command"),
+            "provenance": self.origin,
         }
 
     def table(
@@ -222,7 +223,7 @@ class Comparison:
                 check(store.path, store.asked)
             trials = self.trials()
             if store is None or any(store.load(trial) is None for trial in trials):
-                self._rehearse_building()
+                self._rehearse_building(None if target is None else target[0])
             if store is not None:
                 store.begin()
             try:
@@ -245,10 +246,13 @@ class Comparison:
                 found.write(place.write_all, drawn)
             return found
 
-    def _rehearse_building(self) -> None:
-        """Make the data once, so that what is wrong with them is one error and not that of every run."""
+    def _rehearse_building(self, metric: str | None) -> None:
+        """Make the data once, so that what is wrong with them, or with the target's metric, is one error before any run."""
         first = self.trials()[0]
-        first.experiment().task.build(first.seed, torch.device(first.device), first.data)
+        made = first.experiment().task.build(first.seed, torch.device(first.device), first.data)
+        if metric is not None:
+            theta, v = made.problem.theta.given, made.problem.v.given
+            check_metric(metric, [*made.metrics(theta, v), *made.losses()], self.task.name)
 
     def _runs(
         self, trials: Sequence[Trial], store: Store | None, progress: bool | None, say: Callable[[str], None]
@@ -260,6 +264,7 @@ class Comparison:
                 say(f"{len(found)} of {len(trials)} runs were done before.")
         left = [trial for trial in trials if trial.key not in found]
         with bar("bench", progress) as tick:
+            tick(len(found) / len(trials), "the first run" if left else "")
             for trial, run in self._measured(left, store):
                 found[trial.key] = run
                 words = f"{trial.label}, seed {trial.seed}{_in_brackets(trial.settings)}"
@@ -345,4 +350,5 @@ def _ended(run: Run, headline: str) -> str:
     if run["error"] is not None:
         return f"failed: {run['error']}"
     value = run["metrics"].get(headline)
-    return f"{run['steps']} steps, {headline.replace('_', ' ')} {'-' if value is None else format(value, '.4g')}"
+    steps = "1 step" if run["steps"] == 1 else f"{run['steps']} steps"
+    return f"{steps}, {headline.replace('_', ' ')} {'-' if value is None else format(value, '.4g')}"

@@ -85,11 +85,8 @@ class Table:
         good = {name: [run for run in runs if run["error"] is None] for name, runs in self.chosen.items()}
         metric, value = (self.about["curve"], None) if self._target is None else self._target
         known = dict.fromkeys(name for run in self.runs for point in run["points"] for name in point)
-        if known and metric not in known:
-            raise InputError(
-                f"The target {metric} is no metric of {self.about['task']}. It has"
-                f" {', '.join(name for name in known if name not in AXES)}."
-            )
+        if known:
+            check_metric(metric, [name for name in known if name not in AXES], self.about["task"])
         targets = targets_of(chain(*good.values()), metric)
         if value is not None:
             targets = dict.fromkeys(targets, value)
@@ -229,6 +226,12 @@ class Table:
         name = self.about["headline"]
         rows = [row for row in self.summary if row["metric"] == name]
         return {"about": self.about, "metric": name, "rows": rows}
+
+
+def check_metric(metric: str, known: Sequence[str], task: str) -> None:
+    """Refuse a target that no run is followed by."""
+    if metric not in known:
+        raise InputError(f"The target {metric} is no metric of {task}. It has {', '.join(known)}.")
 
 
 def _statistics(values: Sequence[float]) -> dict[str, Any]:
