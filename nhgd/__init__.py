@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from nhgd.problem import Bilevel as Bilevel
     from nhgd.sklearn.cleaner import LabelCleaner as LabelCleaner
     from nhgd.sklearn.distiller import DatasetDistiller as DatasetDistiller
+    from nhgd.tuning import sweep as sweep
 
 __version__ = "0.1.0"
 
@@ -84,6 +85,7 @@ __all__ = [
     "schedule",
     "solved",
     "stop",
+    "sweep",
     "task",
     "theory",
 ]
@@ -104,6 +106,7 @@ _HOMES = {
     "problem": ("Bilevel",),
     "_solution": ("Solution",),
     "_solver": ("Solver",),
+    "tuning": ("sweep",),
     "sklearn.cleaner": ("LabelCleaner",),
     "sklearn.distiller": ("DatasetDistiller",),
 }

@@ -64,7 +64,7 @@ ORDER = """
     paper
     _experiment
     comparison
-    reproduce
+    reproduce tuning
     report sklearn
     cli
 """

@@ -36,7 +36,7 @@ _NOT_SETTINGS = {
 }
 
 
-def parse(pairs: Sequence[str] | None) -> dict[str, str]:
+def parse(pairs: Sequence[str] | None, option: str = "--set", example: str = "inner_steps=20") -> dict[str, str]:
     """key=value texts as a dict; the last of a key holds.
 
     >>> parse(["noise=0.3", "inverse.steps=10"])
@@ -46,7 +46,7 @@ def parse(pairs: Sequence[str] | None) -> dict[str, str]:
     for pair in pairs or ():
         key, sign, value = pair.partition("=")
         if not sign or not key.strip():
-            raise InputError(f"--set takes key=value, for example --set inner_steps=20; got {pair!r}.")
+            raise InputError(f"{option} takes key=value, for example {option} {example}; got {pair!r}.")
         found[key.strip()] = value
     return found
 

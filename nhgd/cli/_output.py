@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +17,16 @@ from nhgd._results import jsonable
 def print_json(answer: Mapping[str, Any]) -> None:
     """One JSON object on standard output."""
     print(json.dumps(jsonable(answer), indent=2, allow_nan=False))
+
+
+def lines_unless(as_json: bool) -> Callable[[str], None]:
+    """A function that writes lines about what is done to standard error, where no bar shows it."""
+
+    def say(words: str) -> None:
+        if not as_json and not sys.stderr.isatty():
+            print(words, file=sys.stderr, flush=True)
+
+    return say
 
 
 def console() -> Console:

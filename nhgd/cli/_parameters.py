@@ -26,8 +26,8 @@ class Parameters:
     method: str | None = None
 
     @classmethod
-    def read(cls, path: Path | None, task: str) -> Parameters:
-        """Of a file, for a task: either {"outer_lr": 0.1, ...}, or that under "parameters", as best.json has it."""
+    def read(cls, path: Path | None, task: str, preset: str = "default") -> Parameters:
+        """Of a file, for a task with a preset: either {"outer_lr": 0.1, ...}, or that under "parameters", as best.json has it."""
         if path is None:
             return cls()
         try:
@@ -47,6 +47,9 @@ class Parameters:
         for_task, method = found.get("task"), found.get("method")
         if for_task is not None and for_task != task:
             raise InputError(f"--params {path} was found for the task {for_task}, not for {task}.")
+        for_preset = found.get("preset")
+        if for_preset is not None and for_preset != preset:
+            raise InputError(f"--params {path} was found for the preset {for_preset}. Add --preset {for_preset}.")
         return cls(path, _texts(values), method if isinstance(method, str) else None)
 
     def method_beside(self, given: str | None) -> str | None:

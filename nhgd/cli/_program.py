@@ -53,9 +53,13 @@ COMMANDS = {
         "bench",
         "Several methods, seeds and settings with the same budget each: tables, figures and a page. --execution: executions.",
     ),
+    "sweep": Command(
+        "sweep",
+        "Search for settings of a method on a task, by Optuna. Several processes may share a storage; resumable.",
+    ),
     "report": Command(
         "write_report",
-        "One page, report.html, of a folder that bench, run or another command has written. It needs no network.",
+        "One page, report.html, of a folder that bench, run, sweep or another command has written. It needs no network.",
     ),
     "theory": Command(
         "theory",

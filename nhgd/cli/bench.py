@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +12,7 @@ import typer
 from nhgd._provenance import provenance
 from nhgd.cli import _completion, _executions
 from nhgd.cli._options import Changes, DataFolder, Device, Json, Out, Preset, Task, checked_seed, device_called
-from nhgd.cli._output import print_json
+from nhgd.cli._output import lines_unless, print_json
 from nhgd.comparison import METHODS, Comparison, Table, grid, seeds
 from nhgd.errors import InputError
 from nhgd.report import report
@@ -111,7 +111,7 @@ def bench(
         grid.parsed(changes), preset, str(where), data, _or(jobs, 1), _or(warmup, WARMUP), patience, _or(widen, 0),
         provenance(given.given, where),
     )  # fmt: skip
-    found = asked.table(out, _target(target), say=_said(as_json))
+    found = asked.table(out, _target(target), say=lines_unless(as_json))
     page = None if out is None else report(out)
     if as_json:
         print_json(found.to_dict() | {"out": None if out is None else str(out)})
@@ -152,16 +152,6 @@ def _target(text: str | None) -> tuple[str, float] | None:
     except ValueError:
         pass
     raise InputError(f"--target takes a metric and a value, such as test_accuracy=0.9; got {text!r}.")
-
-
-def _said(as_json: bool) -> Callable[[str], None]:
-    """Lines about finished runs, where no bar shows them."""
-
-    def say(words: str) -> None:
-        if not as_json and not sys.stderr.isatty():
-            print(words, file=sys.stderr, flush=True)
-
-    return say
 
 
 def _none_ended_well(found: Table) -> int:

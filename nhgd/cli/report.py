@@ -18,7 +18,7 @@ def write_report(
     ],
     as_json: Json = False,
 ) -> None:
-    """One page, report.html, of a folder that bench, run or another command has written. It needs no network."""
+    """One page, report.html, of a folder that bench, run, sweep or another command has written. It needs no network."""
     written = report(folder)
     if as_json:
         print_json({"report": str(written), "folder": str(folder)})

@@ -128,7 +128,7 @@ def run(
     kept = _kept(checkpoint, checkpoint_every, resume, overwrite, out)
     where = device_called(device)
     _check_restarts(max_restarts, execution, resume)
-    found = Parameters.read(params, task)
+    found = Parameters.read(params, task, preset)
     experiment, how = Experiment.chosen(
         task,
         preset,

@@ -19,7 +19,7 @@ def parsed(pairs: Sequence[str] | None) -> Grid:
     >>> parsed(["outer_lr=0.1,0.3", "project_v=(0,1)", "nhgd:inverse.damping=none"])
     {'outer_lr': [0.1, 0.3], 'project_v': ['(0,1)'], 'nhgd:inverse.damping': ['none']}
     """
-    return {key: [_number(value) for value in _apart(key, text)] for key, text in parse(pairs).items()}
+    return {key: [number(value) for value in apart(f"--set {key}", text)] for key, text in parse(pairs).items()}
 
 
 def of_python(settings: Mapping[str, Any] | None) -> Grid:
@@ -98,8 +98,8 @@ def beyond(key: str, best: Settings, tried: Iterable[Settings]) -> float | None:
     return None
 
 
-def _apart(key: str, text: str) -> list[str]:
-    """A text at its commas, but for those inside brackets."""
+def apart(option: str, text: str) -> list[str]:
+    """A text at its commas, but for those inside brackets; `option` is how the user writes what comes before it."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "([") - (letter in ")]")
@@ -110,12 +110,12 @@ def _apart(key: str, text: str) -> list[str]:
     parts = [part.strip() for part in parts]
     if depth or not all(parts):
         raise InputError(
-            f"--set {key}={text} is not a list of values. Write --set {key}=0.1,0.3, and a value with commas in brackets."
+            f"{option}={text} is not a list of values. Write {option}=0.1,0.3, and a value with commas in brackets."
         )
     return parts
 
 
-def _number(text: str) -> Any:
+def number(text: str) -> Any:
     """A number where the text is one, so that values can be ordered."""
     for kind in (int, float):
         try:

@@ -71,14 +71,21 @@ def check(path: Path, asked: dict[str, Any]) -> None:
         assert isinstance(before, dict)
     except (OSError, ValueError, AssertionError):
         raise InputError(f"{file} cannot be read as what a comparison wrote. Choose another folder.") from None
-    asked = jsonable(asked)
-    different = [key for key in {**asked, **before} if asked.get(key) != before.get(key)]
-    if different:
-        said = " and ".join(_difference(key, before.get(key), asked.get(key)) for key in different)
+    if said := differences(before, jsonable(asked)):
         raise InputError(
             f"{path} holds a comparison with other settings: {said}. Choose another folder, or delete that one. Methods,"
             " seeds and values of settings may be added; the rest stays."
         )
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What differs, in words; empty where nothing does.
+
+    >>> differences({"budget": "5s", "task": "l2"}, {"budget": "9s", "task": "l2"})
+    'its budget is 5s, not 9s'
+    """
+    different = [key for key in {**now, **before} if now.get(key) != before.get(key)]
+    return " and ".join(_difference(key, before.get(key), now.get(key)) for key in different)
 
 
 def _difference(key: str, before: Any, now: Any) -> str:

@@ -7,7 +7,7 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +40,7 @@ class Trial:
 
     Attributes:
         task, preset: a task by name with a preset, or an object.
-        label, method: the method's name in the comparison, and its name or object.
+        label, method: the method's name in the comparison, and its name or object; None: the task's own.
         seed: of the data and of the run.
         settings: of this run, by key.
         allowance: what it may spend.
@@ -48,12 +48,13 @@ class Trial:
         warmup: outer steps of a separate run before it.
         patience: evaluations without a better selection loss after which it ends.
         points: about how often it is evaluated.
+        watch: sees what was spent and the selection loss after each evaluation, and says whether the run ends there.
     """
 
     task: str | AbstractTask
     preset: str
     label: str
-    method: str | AbstractAlgorithm
+    method: str | AbstractAlgorithm | None
     seed: int
     settings: Mapping[str, Any]
     allowance: Allowance
@@ -63,6 +64,7 @@ class Trial:
     patience: int | None = None
     points: int = 50
     pictures: Path | None = field(default=None, compare=False)
+    watch: Callable[[Spent, float], bool] | None = field(default=None, compare=False)
 
     def experiment(self) -> Experiment:
         """The experiment; what can be refused without data is refused here."""
@@ -98,6 +100,24 @@ class Patience(AbstractStop[tuple[float, int]]):
     @override
     def holds(self, spent: Spent, state: tuple[float, int]) -> bool:
         return state[1] >= self.patience
+
+
+@dataclass(frozen=True)
+class Watched(AbstractStop[tuple[float, int] | None]):
+    """Somebody who sees the evaluation loss has said that the run is not worth going on with."""
+
+    name: ClassVar[str] = "pruned"
+    watch: Callable[[Spent, float], bool]
+    loss: str
+
+    @override
+    def update(self, state: tuple[float, int] | None, row: Mapping[str, Any]) -> tuple[float, int] | None:
+        """The loss of the last evaluation, and its step."""
+        return (row[self.loss], row["step"]) if self.loss in row else state
+
+    @override
+    def holds(self, spent: Spent, state: tuple[float, int] | None) -> bool:
+        return state is not None and state[1] == spent.steps and self.watch(spent, state[0])
 
 
 def measured(trial: Trial) -> Run:
@@ -141,9 +161,11 @@ def _measure(trial: Trial, run: Run) -> None:
 
 def _rules(trial: Trial, task: AbstractTask, start: Row) -> list[AbstractStop[Any]]:
     rules = [trial.allowance.rule()]
+    name = task.selection if task.selection in start else f"{FULL}{task.selection}"
     if trial.patience is not None:
-        name = task.selection if task.selection in start else f"{FULL}{task.selection}"
         rules.append(Patience(trial.patience, name))
+    if trial.watch is not None:
+        rules.append(Watched(trial.watch, name))
     return rules
 
 

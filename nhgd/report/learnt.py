@@ -15,6 +15,7 @@ WORDS = {
     "control": "The learnt source",
     "shares": "The share of each class in the training loss",
     "episode": "An episode of held-out classes",
+    "parameters": "The value of every trial over each setting",
     "suspects": "The labels most suspected",
 }
 

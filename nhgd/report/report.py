@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nhgd._results import Folder
 from nhgd.errors import InputError
-from nhgd.report import bench, history, run, runs
+from nhgd.report import bench, history, run, runs, sweep
 from nhgd.report.page import Page
 
 NAME = "report.html"
@@ -28,11 +28,13 @@ def _page(place: Path) -> Page:
         raise InputError(f"{place} is no folder. Name the folder that --out of a command was.")
     if (place / bench.FILE).exists():
         return bench.page(place)
+    if (place / sweep.FILE).exists():
+        return sweep.page(place)
     if (place / history.FILE).exists():
         return run.page(place)
     if runs.folders(place):
         return runs.page(place)
     raise InputError(
-        f"{place} holds no results: neither {bench.FILE} of `nhgd bench`, nor {history.FILE} of `nhgd run`, nor folders of"
-        " runs. Name the folder that --out of such a command was."
+        f"{place} holds no results: neither {bench.FILE} of `nhgd bench`, nor {history.FILE} of `nhgd run`, nor {sweep.FILE}"
+        " of `nhgd sweep`, nor folders of runs. Name the folder that --out of such a command was."
     )
