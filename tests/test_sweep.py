@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -310,30 +311,27 @@ def test_two_workers_share_a_file():
 
 
 @pytest.fixture
-def postgres(tmp_path):
+def postgres():
     """A PostgreSQL server of its own, as Debian's package has it; its address."""
     places = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     if not places:
         pytest.skip("needs PostgreSQL (on Debian: apt-get install postgresql)")
     pytest.importorskip("psycopg")
-    programs, data = places[-1].parent, tmp_path / "server"
-    data.mkdir()
-    user: list[str] = []
-    if os.geteuid() == 0:  # the server refuses to be run by root
-        user = ["runuser", "-u", "postgres", "--"]
-        for place in (data, *data.parents):
-            if place.stat().st_uid == 0 and place != Path("/") and not place.stat().st_mode & 0o001:
-                place.chmod(place.stat().st_mode | 0o011)
-        subprocess.run(["chown", "postgres", str(data)], check=True)
-    quiet = {"check": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": "/"}
-    subprocess.run([*user, str(programs / "initdb"), "-D", str(data), "-U", "sweeper", "-A", "trust"], **quiet)
-    address = f"-c listen_addresses='' -c unix_socket_directories={data}"
-    control = [*user, str(programs / "pg_ctl"), "-D", str(data), "-l", str(data / "log"), "-w"]
-    subprocess.run([*control, "-o", address, "start"], **quiet)
-    try:
-        yield f"postgresql://sweeper@/postgres?host={data}"
-    finally:
-        subprocess.run([*control, "-m", "immediate", "stop"], **quiet)
+    programs = places[-1].parent
+    # Not in pytest's folder, which is root's alone: the server refuses to be run by root.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        user = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
+        if user:
+            subprocess.run(["chown", "postgres", folder], check=True)
+        quiet = {"check": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": "/"}
+        subprocess.run([*user, str(programs / "initdb"), "-D", folder, "-U", "sweeper", "-A", "trust"], **quiet)
+        options = f"-c listen_addresses='' -c unix_socket_directories={folder}"
+        control = [*user, str(programs / "pg_ctl"), "-D", folder, "-l", f"{folder}/log", "-w"]
+        subprocess.run([*control, "-o", options, "start"], **quiet)
+        try:
+            yield f"postgresql://sweeper@/postgres?host={folder}"
+        finally:
+            subprocess.run([*control, "-m", "immediate", "stop"], **quiet)
 
 
 @pytest.mark.slow
