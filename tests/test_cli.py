@@ -394,9 +394,11 @@ def test_demo_counts_right_and_draws_a_picture(monkeypatch):
     threads = torch.get_num_threads()
     printed = answer("demo", "--out", "shown")
     assert torch.get_num_threads() == threads
-    assert sorted(p.name for p in Path("shown").iterdir()) == ["demo.png", "result.json"]
+    assert sorted(p.name for p in Path("shown").iterdir()) == ["demo.png", "report.html", "result.json", "runs"]
+    assert {p.parent.name for p in Path("shown").glob("runs/*/result.json")} == {"aid-identity", "nhgd"}
+    assert "nhgd" in Path(printed["report"]).read_text()
     assert Path("shown/demo.png").read_bytes().startswith(b"\x89PNG")
-    assert strict_json(Path("shown/result.json").read_text()) == printed
+    assert strict_json(Path("shown/result.json").read_text()) | {"report": "shown/report.html"} == printed
     assert printed["wrong"] == 160  # 40 % of 400
     # F1 from the counts and F1 from the weights must agree.
     precision = printed["found"] / (printed["found"] + printed["false_alarms"])
@@ -419,7 +421,7 @@ def test_demo_for_people(monkeypatch):
 def test_demo_keeps_the_weights_of_the_step_that_the_evaluation_split_chose(monkeypatch):
     small_demo(monkeypatch)
     sets = demo_command.TASK.load(0, torch.device("cpu"))
-    cleaned = demo_command.clean("aid-identity", 0, sets)
+    cleaned = demo_command.clean("aid-identity", 0, sets, nhgd.stop.Steps(8))
     rows = cleaned.solution.history
     best = min(rows, key=lambda row: row["evaluation_loss"])
     assert {key: best[key] for key in ("f1", "auc", "recall")} == {

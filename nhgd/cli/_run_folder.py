@@ -77,3 +77,15 @@ class RunFolder:
 
 def _text(found: Mapping[str, Any]) -> str:
     return json.dumps(jsonable(found), indent=2, allow_nan=False) + "\n"
+
+
+def numbers(solution: Solution) -> dict[str, Any]:
+    """The numbers of the solution, without metrics."""
+    stats, history = solution.stats, solution.history
+    return {
+        **{name: stats[name] for name in ("execution", "threads", "steps", "seconds", "oracle_calls", "stagnation")},
+        "result": solution.result,
+        "partial": solution.result == "stopped",
+        "initial": {"outer_loss": history[0]["outer_loss"]},
+        "metrics": {name: history[-1][name] for name in ("outer_loss", "inner_loss")},
+    }

@@ -20,7 +20,6 @@ from nhgd._path import check_folder, check_name
 from nhgd._progress import bar
 from nhgd._provenance import provenance
 from nhgd._results import check_files, folder
-from nhgd._solution import Solution
 from nhgd._solver import Solver
 from nhgd.checkpoint import claimed, exists, last_kept
 from nhgd.cli import _completion
@@ -43,7 +42,7 @@ from nhgd.cli._options import (
 )
 from nhgd.cli._output import console, number, print_json, table
 from nhgd.cli._parameters import Parameters
-from nhgd.cli._run_folder import FILES, RunFolder
+from nhgd.cli._run_folder import FILES, RunFolder, numbers
 from nhgd.cli._started import LAUNCHER, started_by_someone
 from nhgd.errors import InputError
 from nhgd.execution import AbstractExecutor, Distributed
@@ -188,7 +187,7 @@ def run(
                 return
             answer = {
                 **about,
-                **_numbers(solution),
+                **numbers(solution),
                 "preparation_seconds": preparation,
                 "settings": settings,
                 "out": None if out is None else str(out),
@@ -248,18 +247,6 @@ def _started(built: Built, seed: int, executor: AbstractExecutor, resume: bool, 
     if resuming:
         print(f"Resuming from {kept['checkpoint']}, outer step {solver.loop.clock.k}.", file=sys.stderr)
     return solver
-
-
-def _numbers(solution: Solution) -> dict[str, Any]:
-    """The numbers of the solution, without metrics."""
-    stats, history = solution.stats, solution.history
-    return {
-        **{name: stats[name] for name in ("execution", "threads", "steps", "seconds", "oracle_calls", "stagnation")},
-        "result": solution.result,
-        "partial": solution.result == "stopped",
-        "initial": {"outer_loss": history[0]["outer_loss"]},
-        "metrics": {name: history[-1][name] for name in ("outer_loss", "inner_loss")},
-    }
 
 
 def _launched(arguments: list[str], executor: Distributed, restarts: int, checkpoint: Path | None) -> int:
