@@ -20,7 +20,7 @@ from nhgd.paper import EXPERIMENTS, TABLE
 from nhgd.plot.png import image_grid, write_png
 from nhgd.task import Distillation
 from nhgd.task._classifier import Architecture, accuracy_of, cross_entropies, largest_curvature, mean_loss, trained
-from nhgd.task.distillation import distilling, nhgd_for, page, some_of_each
+from nhgd.task.distillation import distilling, nhgd_for, some_of_each
 from tests import idx_files, oracles
 
 CPU = torch.device("cpu")
@@ -314,11 +314,6 @@ class TestPictures:
         with pytest.raises(nhgd.InputError, match="rows, columns"):
             write_png(tmp_path / "b.png", torch.zeros(3))
 
-    def test_one_line_for_each_class(self):
-        found = page(normal(6, 9), columns=2, shape=(3, 3))
-        assert found.shape == (18 * (1 + 3 * 4), 18 * (1 + 2 * 4))
-        assert float(found.min()) < 0.05
-
     def test_the_command_line_writes_the_learnt_images(self, tmp_path):
         command = ["run", "distillation", "--preset", "quick", "--steps", "2", "--device", "cpu", "--json"]
         found = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "a")], catch_exceptions=False)
@@ -328,4 +323,5 @@ class TestPictures:
         )
         names = {path.name for path in (tmp_path / "a").iterdir()}
         assert names == {"run.json", "result.json", "history.jsonl", "curve.png", "images.png"}
-        assert imread(tmp_path / "a" / "images.png").shape == (7 * (1 + 10 * 9), 7 * (1 + 9))
+        high, wide = imread(tmp_path / "a" / "images.png").shape[:2]
+        assert min(high, wide) > 400  # ten images and their names, large

@@ -11,7 +11,8 @@ from nhgd._results import Folder, jsonable
 from nhgd._solution import Solution
 from nhgd.errors import RunError
 from nhgd.loggers import line
-from nhgd.task import Instance
+from nhgd.plot.history import draw_history
+from nhgd.task import TASKS, Instance
 
 FILES = ("run.json", "result.json", "history.jsonl", "curve.png")
 
@@ -65,7 +66,13 @@ class RunFolder:
         answer["metrics"] = instance.summary(solution)
         self._write_numbers(answer, solution)
         # The pictures come last: none of them is worth losing the numbers.
-        self._place.write("curve.png", solution.plot)
+        about, metrics = self._about, answer["metrics"]
+        title = f"{about['task']} by {about['method']}, seed {about['seed']}"
+        curve = TASKS[about["task"]].curve if about["task"] in TASKS else None
+        self._place.write(
+            "curve.png",
+            lambda path: draw_history(path, solution.history, title, curve, metrics.get("selected_step")),
+        )
         drawn = self._place.write_all(f"The pictures in {self._place.path}", instance.pictures)
         return [*FILES, *(path.name for path in drawn)]
 

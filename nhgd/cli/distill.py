@@ -101,7 +101,7 @@ def distill(
                 labels=np.repeat(data.classes, per_class),
             )
             title = f"{answer['distilled']} images in place of {len(train):,}"
-            draw_distilled(beside / FILES[1], learnt, answer["classes"], title)
+            draw_distilled(beside / FILES[1], learnt, answer["classes"], title, "in distilled.npz")
             text = json.dumps(jsonable(answer), indent=2, allow_nan=False) + "\n"
             (beside / FILES[2]).write_text(text, encoding="utf-8")
             return [beside / name for name in FILES]

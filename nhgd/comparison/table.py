@@ -225,7 +225,7 @@ class Table:
     def _bars(self) -> dict[str, Any]:
         name = self.about["headline"]
         rows = [row for row in self.summary if row["metric"] == name]
-        return {"about": self.about, "metric": name, "rows": rows}
+        return {"about": self.about, "metric": name, "rows": rows, "share": rises(name)}
 
 
 def check_metric(metric: str, known: Sequence[str], task: str) -> None:

@@ -146,12 +146,16 @@ def _measure(trial: Trial, run: Run) -> None:
         run["preparation_seconds"] = time.perf_counter() - began
         run["evaluated_every"] = every = max(1, round(trial.allowance.steps(pace) / trial.points))
         with _begun(built, trial.seed, every) as solver:
+            solver.on_step.append(_Pace(solver, trial, every).note)
             start = solver.evaluate()
             run["points"] = [_point({"step": 0, "seconds": 0.0} | start, start, 0.0)]
             try:
                 solution = solver.run(stop=_rules(trial, experiment.task, start), progress=False)
             finally:
                 _note(run, solver, trial, start)
+            if run["points"][-1]["step"] < run["steps"]:
+                last = {"step": run["steps"], "seconds": run["seconds"]} | solver.evaluate()
+                run["points"].append(_point(last, start, run["gradients"]))
             run["result"] = solution.result
             run["metrics"] = {name: _finite(value) for name, value in built.instance.summary(solution).items()}
             run["described"] = jsonable(built.described() | {"method": solver.algorithm})
@@ -179,6 +183,30 @@ def _begun(built: Built, seed: int, every: int) -> Solver:
 
     solver.metrics, solver.metrics_every = metrics, every
     return solver
+
+
+class _Pace:
+    """Evaluates more often than planned where steps have become slower than they were in the warm-up.
+
+    Args:
+        solver: of the run.
+        trial: what it may spend.
+        every: the steps between two evaluations that were planned.
+    """
+
+    def __init__(self, solver: Solver, trial: Trial, every: int) -> None:
+        self._solver, self._every = solver, every
+        self._unit = "seconds" if trial.allowance.unit == "s" else "gradients"
+        self._share = trial.allowance.amount / trial.points
+        self._last = 0.0
+
+    def note(self, row: Row) -> None:
+        """After each step: the next one is evaluated if one and a half intervals have gone since the last evaluation."""
+        spent = row["seconds"] if self._unit == "seconds" else gradient_equivalents(row)
+        if f"{FULL}outer_loss" in row:
+            self._last = spent
+        late = spent - self._last > 1.5 * self._share
+        self._solver.metrics_every = 1 if late else self._every
 
 
 _PACES: dict[str, dict[str, float]] = {}  # of this process: what one outer step costs, by what was warmed up

@@ -65,6 +65,8 @@ def draw_bars(paths: Sequence[Path], drawn: Mapping[str, Any]) -> Sequence[Path]
         axes.grid(visible=False, axis="y")
         axes.margins(x=0.28)
         axes.set_xlim(left=min(0.0, *(row["mean"] for row in rows)) if rows else 0.0)
+        if drawn["share"]:  # shares: none is above 1
+            axes.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
         axes.set_xlabel(f"{metric.replace('_', ' ')}, mean ± deviation")
         axes.set_title(_title(drawn["about"], metric), x=0, fontsize=11)
         save(made, paths)
@@ -84,7 +86,9 @@ def suits_logarithm(bands: Sequence[Mapping[str, Sequence[float]]]) -> bool:
 def _line(axes: Any, band: Mapping[str, Sequence[float]], method: str, index: int) -> None:
     look = line_of(index)
     axes.plot(band["x"], band["median"], label=method, **look)
-    axes.fill_between(band["x"], band["low"], band["high"], color=look["color"], alpha=0.16, linewidth=0)
+    axes.fill_between(band["x"], band["low"], band["high"], color=look["color"], alpha=0.1, linewidth=0)
+    for edge in (band["low"], band["high"]):
+        axes.plot(band["x"], edge, color=look["color"], linewidth=0.6, alpha=0.55)
 
 
 def _title(about: Mapping[str, Any], metric: str) -> str:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from nhgd.plot.figure import figure
+from nhgd.plot.style import LIGHT, PALETTE, save, styled
 
-RIGHT, WRONG, QUIET = "#2a78a8", "#d1603d", "#b9c0c7"
+RIGHT, WRONG, QUIET = PALETTE[0], PALETTE[1], LIGHT.edge
 
 
 class ShownSamples(NamedTuple):
@@ -23,13 +24,26 @@ class ShownSamples(NamedTuple):
 
 def draw(path: Path, answer: dict[str, Any], weights: Tensor, samples: ShownSamples) -> None:
     """Write the picture."""
-    drawn = figure(13, 4.2, facecolor="white")
-    parts: Any = drawn.subfigures(1, 3, width_ratios=(1, 1, 1.25), wspace=0.04)
-    bars, histogram, images = parts
-    _accuracies(bars.subplots(), answer)
-    _weights(histogram.subplots(), weights, samples)
-    _suspects(images, weights, samples)
-    drawn.savefig(path, dpi=130)
+    with styled():
+        drawn = figure(13, 4.2)
+        parts: Any = drawn.subfigures(1, 3, width_ratios=(1, 1, 1.25), wspace=0.04)
+        bars, histogram, images = parts
+        _accuracies(bars.subplots(), answer)
+        _weights(histogram.subplots(), weights, samples)
+        _suspects(images, weights, samples)
+        save(drawn, [path])
+
+
+def draw_suspects(path: Path, weights: Tensor, samples: ShownSamples, title: str) -> Path:
+    """Write a picture of the samples with the lowest weights alone, as far as they are suspects."""
+    count = min(40, max(1, int((weights < 0.5).sum())))
+    columns = min(10, count)
+    rows = -(-count // columns)
+    with styled():
+        drawn = figure(max(1.05 * columns, 5.5), 1.28 * rows + 0.6)
+        _suspects(drawn, weights, samples, rows, columns, count, title)
+        save(drawn, [path])
+    return path
 
 
 def _accuracies(axes: Any, answer: dict[str, Any]) -> None:
@@ -69,17 +83,30 @@ def _weights(axes: Any, weights: Tensor, samples: ShownSamples) -> None:
     _plain(axes)
 
 
-def _suspects(images: Any, weights: Tensor, samples: ShownSamples, rows: int = 3, columns: int = 6) -> None:
-    images.suptitle("Most suspected:  given label (true label)", x=0.02, ha="left", fontsize=11)
-    most = weights.argsort()[: rows * columns].tolist()
+def _suspects(
+    images: Any,
+    weights: Tensor,
+    samples: ShownSamples,
+    rows: int = 3,
+    columns: int = 6,
+    count: int | None = None,
+    title: str = "Most suspected:  given label (true label)",
+) -> None:
+    images.suptitle(title, x=0.02, ha="left", fontsize=11)
+    most = weights.argsort()[: rows * columns if count is None else count].tolist()
     given, true = samples.given.tolist(), samples.true.tolist()
-    for axes, i in zip(images.subplots(rows, columns).flat, most, strict=True):
+    for nth, axes in enumerate(images.subplots(rows, columns, squeeze=False).flat):
+        if nth >= len(most):
+            axes.set_axis_off()
+            continue
+        i = most[nth]
         axes.imshow(samples.images[i].numpy(), cmap="gray_r", interpolation="nearest")
         colour = WRONG if given[i] != true[i] else RIGHT
-        axes.set_title(f"{given[i]} ({true[i]})", fontsize=10, color=colour, pad=3)
+        axes.set_title(f"{given[i]} ({true[i]})", fontsize=10, color=colour, pad=3, loc="center", fontweight="normal")
         axes.set(xticks=[], yticks=[])
+        axes.grid(visible=False)
         for side in axes.spines.values():
-            side.set_color("#d8dce0")
+            side.set(color=LIGHT.grid, visible=True)
 
 
 def _plain(axes: Any) -> None:

@@ -14,6 +14,12 @@ from nhgd.data.idx import find, read_images
 from nhgd.errors import InputError
 
 CLASSES = 10
+DIGITS = tuple("0123456789")
+NAMES = {  # of the classes, where they are not digits
+    "fashion-mnist": (
+        "T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "trainer", "bag", "ankle boot",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

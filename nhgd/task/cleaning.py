@@ -23,6 +23,7 @@ from nhgd.inverse._krylov.spectrum import largest_eigenvalue
 from nhgd.loop.loop import Loop
 from nhgd.loop.settings import LoopSettings
 from nhgd.oracle import Oracle
+from nhgd.plot.demo import ShownSamples, draw_suspects
 from nhgd.problem import Bilevel
 from nhgd.task._classifier import Architecture, Split, accuracy, mean_cross_entropy
 from nhgd.task._images import CLASSES, mean_and_deviation, read
@@ -377,6 +378,19 @@ class CleaningInstance(Instance):
         """How well a low influence points at a wrong label."""
         wrong = self.sets.wrong.cpu()
         return {"auc": area(-total[: len(wrong)], wrong)}
+
+    @override
+    def pictures(self, folder: Path) -> list[Path]:
+        """suspects.png: the samples with the lowest weights at the end, with their given and their true labels."""
+        sets = self.sets
+        with self.problem.guarded(seed=0), torch.no_grad():
+            weights = self.task.sample_weights(self.training.model, self.training.v, sets).detach().cpu()
+        images = sets.pixels.reshape(-1, sets.side, sets.side).cpu()
+        samples = ShownSamples(images, sets.train.y.cpu(), sets.true_labels.cpu(), sets.wrong.cpu())
+        suspects = weights < 0.5
+        right = int((suspects & samples.wrong).sum())
+        title = f"{int(suspects.sum())} labels suspected, {right} of them wrong; the most suspected: given label (true label)"
+        return [draw_suspects(folder / "suspects.png", weights, samples, title)]
 
     @override
     def solve_inner(self) -> float:

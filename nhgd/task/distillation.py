@@ -19,7 +19,7 @@ from nhgd.data.loader import Data
 from nhgd.errors import InputError
 from nhgd.inverse import KFAC, FisherWindow
 from nhgd.losses import Losses
-from nhgd.plot.png import image_grid, write_png
+from nhgd.plot.distilled import draw_distilled
 from nhgd.problem import Bilevel
 from nhgd.schedule import Decay
 from nhgd.task._classifier import (
@@ -31,7 +31,7 @@ from nhgd.task._classifier import (
     mean_loss,
     trained,
 )
-from nhgd.task._images import CLASSES, mean_and_deviation, read
+from nhgd.task._images import CLASSES, DIGITS, NAMES, mean_and_deviation, read
 from nhgd.task._inner_solver import lbfgs
 from nhgd.task.base import AbstractTask, Instance
 
@@ -306,7 +306,11 @@ class DistillationInstance(Instance):
 
     @override
     def pictures(self, folder: Path) -> list[Path]:
-        return [write_png(folder / "images.png", page(self.v.detach(), self.task.per_class, self.sets.shape))]
+        """images.png: the images of each class, with its name."""
+        images = self.v.detach().double().cpu().reshape(CLASSES, -1, *self.sets.shape, 1).numpy()
+        names = NAMES.get(self.task.dataset, DIGITS)
+        title = f"{self.task.per_class} learnt image{'s' if self.task.per_class != 1 else ''} of each class"
+        return [draw_distilled(folder / "images.png", images, names, title)]
 
     @override
     def solve_inner(self) -> float:
@@ -362,13 +366,3 @@ def some_of_each(y: Tensor, classes: int, count: int, generator: torch.Generator
         order = torch.randperm(len(mine), generator=generator)
         found.append(mine[order[:count]])
     return torch.cat(found).to(y.device)
-
-
-def page(images: Tensor, columns: int, shape: tuple[int, int]) -> Tensor:
-    """Images (n C, P) as one picture, a line for each class, from the darkest to the brightest percentile."""
-    low, high = torch.quantile(
-        images.double().flatten()[:: max(1, images.numel() // 10**6)],
-        torch.tensor([0.01, 0.99]).to(images.device, torch.float64),
-    )
-    scaled = (images.double() - low) / (high - low).clamp_min(1e-12)
-    return image_grid(scaled.unflatten(1, shape), min(columns, 20), zoom=max(1, 56 // shape[0]))
