@@ -64,8 +64,8 @@ class Solver:
             which Ctrl-C was pressed.
         overwrite: whether `checkpoint` may hold an earlier run, which stays until this one first writes.
         compile: "auto": on a CUDA device outer steps are captured as CUDA graphs and replayed without their Python, where
-            possible; "graph": so too, with a warning if not; False: never. stats["compile"] says which, and why.
-            The problem's functions must then depend on their arguments only.
+            possible; "graph": so too, with a warning if not, and on the CPU as lists of operations; False: never.
+            stats["compile"] says which, and why. The problem's functions must then depend on their arguments only.
 
     >>> import torch
     >>> problem = Bilevel(

@@ -14,6 +14,7 @@ from torch import Tensor
 from nhgd import _tape as tape
 from nhgd._captured.comparison import close, copy_into, counter_increments
 from nhgd._captured.graph import AbstractCapture, CudaCapture
+from nhgd._captured.operations import OperationCapture
 from nhgd._captured.placeholders import StepValues
 from nhgd._captured.random_draws import RandomDraws
 from nhgd._captured.refusal import refusal
@@ -57,7 +58,7 @@ class Captured:
 
     Args:
         mode: "auto", "graph" or False, as for the solver.
-        capture: how work is captured; None: as CUDA graphs.
+        capture: how work is captured; None: as CUDA graphs, or on the CPU, where "graph" asks for it, as operations.
 
     Attributes:
         reason: why steps run eagerly; None while they are captured.
@@ -71,7 +72,7 @@ class Captured:
         if mode not in ("auto", "graph", False):
             raise InputError(f"compile must be 'auto', 'graph' or False, got {mode!r}.")
         self.mode = mode
-        self.capture = CudaCapture() if capture is None else capture
+        self.capture = capture
         self.reason: str | None = "compile=False was given" if mode is False else None
         self.replayed = 0
         self._eager_steps = 0
@@ -87,7 +88,7 @@ class Captured:
 
     def stats(self) -> dict[str, Any]:
         """How steps were taken, and why, in a sentence."""
-        taken = self.capture.name if self.replayed else "eager"
+        taken = self.capture.name if self.replayed and self.capture is not None else "eager"
         return {"taken": taken, "why": self._why(), "captured": len(self._graphs), "repeated": self.replayed}
 
     def _why(self) -> str:
@@ -128,7 +129,11 @@ class Captured:
     def begin(self, algorithm: AbstractAlgorithm, loop: Loop) -> None:
         """Before a run: give up if its settings rule out capturing."""
         if self.active:
-            why = self.capture.refusal(loop.problem.theta.device)
+            device = loop.problem.theta.device
+            if self.capture is None:
+                on_cpu = device.type == "cpu" and self.mode == "graph"
+                self.capture = OperationCapture() if on_cpu else CudaCapture()
+            why = self.capture.refusal(device)
             if why is None:
                 loop.theta.prepare()
                 loop.v.prepare()
@@ -322,6 +327,7 @@ class Captured:
         places = static.tensors()
         restore()
         copy_into(places, before)
+        assert self.capture is not None
         script = Script(rehearsal, self.capture)
         try:
             script.begin()
@@ -349,7 +355,8 @@ class Captured:
             got = [*places, torch.tensor(graph.script.last_values(), dtype=torch.float64)]
             exact = all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
             starts = [*before, torch.zeros_like(wanted[-1])]
-            agrees = exact or all(close(a, b, c) for a, b, c in zip(got, wanted, starts, strict=True))
+            precision = static.precision
+            agrees = exact or all(close(*three, precision) for three in zip(got, wanted, starts, strict=True))
         except RuntimeError as error:
             copy_into(places, after)
             self.give_up(_in_words(error))

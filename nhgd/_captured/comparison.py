@@ -17,12 +17,16 @@ def copy_into(places: list[Tensor], values: list[Tensor]) -> None:
             place.copy_(value)
 
 
-def close(got: Tensor, wanted: Tensor, before: Tensor) -> bool:
-    """Whether two results differ only by rounding, relative to what the step changed."""
+def close(got: Tensor, wanted: Tensor, before: Tensor, precision: torch.dtype = torch.float64) -> bool:
+    """Whether two results differ only by rounding, relative to what the step changed.
+
+    precision: of the numbers that they were computed from.
+    """
     if not got.is_floating_point():
         return torch.equal(got, wanted)
     a, b, c = got.double(), wanted.double(), before.double()
-    eps = torch.finfo(got.dtype).eps if got.numel() and got.dtype != torch.float64 else 1e-12
+    own, computed = (torch.finfo(dtype).eps if dtype != torch.float64 else 1e-12 for dtype in (got.dtype, precision))
+    eps = max(own, computed) if got.numel() else 1e-12
     allowed = eps**0.5 * float((b - c).norm()) + 8 * eps * float(b.norm())
     return bool((a - b).norm() <= allowed)
 

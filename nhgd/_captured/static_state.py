@@ -149,6 +149,11 @@ class StaticState:
             self._point += [b for variable in variables for b in variable.named_buffers().values()]
         return self._point
 
+    @property
+    def precision(self) -> torch.dtype:
+        """Of theta."""
+        return self._loop.problem.theta.dtype
+
     def in_place(self) -> bool:
         """Whether theta and v still have their addresses."""
         leaves = [leaf for variable in (self._loop.problem.theta, self._loop.problem.v) for leaf in variable.leaves]

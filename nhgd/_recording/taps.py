@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from nhgd import _tape as tape
 from nhgd._kernels import uncompiled
 from nhgd._randomness import state_bytes
 from nhgd._recording.accounting import Call, LayerCall, Scores, held, outside_layers, walked
@@ -93,7 +94,8 @@ class Taps:
         v: Sequence[Tensor] | None = [leaf if in_v else leaf.detach() for leaf in problem.v.leaves]
         if problem.v.root is not None:
             v = problem.v.leaves if self.layers else None
-        before = state_bytes(theta.device) if self.draws else None
+        # Captured steps draw nothing, which their rehearsal makes sure of.
+        before = state_bytes(theta.device) if self.draws and tape.tape() is None else None
         with self.noting() as noted:
             # Given the leaves, a compiled module is seen uncompiled: it would not know of the hook.
             losses = problem.losses(batch, theta.leaves if self.layers else None, v)
