@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from nhgd._validation import positive
+from nhgd._validation import counted, positive
 from nhgd.errors import InputError, NonFiniteError
 from nhgd.inverse._learned.damping import Damping, check_damping, refuse_singular, resolve_damping
 from nhgd.inverse._learned.graph import Graphable
 from nhgd.inverse._learned.state import State
-from nhgd.inverse._learned.woodbury import fold_row, fold_rows
+from nhgd.inverse._learned.woodbury import fold_row, fold_rows, fold_steps
 from nhgd.inverse.base import Learned, SolveStats
 from nhgd.record import (
     BatchGradient,
@@ -36,7 +36,8 @@ class DenseState(State):
     """The estimate of `FisherDense`.
 
     `matrix` (D, D) is F or A; `count` is the number of observations it is worth; `curvature` is the mean diagonal of the
-    matrix that A inverts; `observed` counts the steps and `restarts` the times the guard began again.
+    matrix that A inverts; `observed` counts the steps and `restarts` the times the guard began again. `waiting` are rows of
+    later steps, which are not in any of these yet.
     """
 
     matrix: Tensor
@@ -44,6 +45,7 @@ class DenseState(State):
     curvature: float
     observed: int = 0
     restarts: int = 0
+    waiting: list[Tensor] = field(default_factory=list)
 
 
 @final
@@ -86,6 +88,8 @@ class FisherDense(Learned[DenseState]):
         guard: "stop" or "restart" (from the prior) when the inverse winds up.
         limit: the largest entry of A, in units of the inverse mean curvature, before the guard acts. None: 1e11 in
             float64 and the same number of lost digits in other dtypes (2e2 in float32).
+        fold: rank-one updates of the inverse made together, in one pass over the array; those that wait are made before a
+            solve. The result is the same to rounding, and the guard acts later.
         dtype: of the array; float64 whatever theta's.
         max_dim: D above which `init` refuses.
 
@@ -115,6 +119,7 @@ class FisherDense(Learned[DenseState]):
     t0: float = 1.0
     guard: Literal["stop", "restart"] = "stop"
     limit: float | None = None
+    fold: int = 1
     dtype: torch.dtype = torch.float64
     max_dim: int = 15_000
 
@@ -131,6 +136,12 @@ class FisherDense(Learned[DenseState]):
         positive("FisherDense", prior=self.prior, max_dim=self.max_dim)
         if self.limit is not None:
             positive("FisherDense", limit=self.limit)
+        counted("FisherDense", fold=self.fold)
+        if self.fold > 1 and (self.form != "inverse" or self.records == "sample" or self.guard != "stop"):
+            raise InputError(
+                f"FisherDense: fold = {self.fold} makes rank-one updates of the inverse together. It needs form='inverse',"
+                " records='batch' or 'raw', and guard='stop', which need not act at once."
+            )
         check_damping("FisherDense", self.damping)
         if self.form == "inverse" and isinstance(self.damping, (int, float)):
             raise InputError(
@@ -165,6 +176,7 @@ class FisherDense(Learned[DenseState]):
 
     def begin(self, state: DenseState) -> DenseState:
         """Carry the last estimate over as `warm` says."""
+        state = self._folded(state)
         if self.warm == "accumulate":
             return state
         if self.warm == "prior":
@@ -177,7 +189,7 @@ class FisherDense(Learned[DenseState]):
 
     def graphable(self, state: DenseState, record: InnerRecord) -> Graphable | None:
         """The rank-one update of A in place, whose gain is often the same."""
-        if self.form != "inverse" or not isinstance(record, BatchGradient):
+        if self.form != "inverse" or self.fold > 1 or not isinstance(record, BatchGradient):
             return None
         gain, matrix = self._gain(state.count), state.matrix
         key = matrix.data_ptr(), gain
@@ -210,6 +222,9 @@ class FisherDense(Learned[DenseState]):
             return replace(state, count=state.count + 1, curvature=curvature, observed=observed)
         if ready is None:
             rows = self._rows(gathered(record)).to(state.matrix)  # (n, D)
+            if self.fold > 1:
+                waiting = replace(state, waiting=[*state.waiting, rows[0].clone()])
+                return self._folded(waiting) if len(waiting.waiting) >= self.fold else waiting
             if self.form == "inverse" and len(rows) == 1:
                 ready = fold_row(state.matrix, rows[0], gain)
         if ready is not None:
@@ -220,6 +235,17 @@ class FisherDense(Learned[DenseState]):
         moved = self._moved(state, total)
         state.matrix.addmm_(rows.T, rows, beta=1 - gain, alpha=gain)
         return moved
+
+    def _folded(self, state: DenseState) -> DenseState:
+        """The state with the rows that waited; its array is updated in place."""
+        if not state.waiting:
+            return state
+        gains = [self._gain(state.count + k) for k in range(len(state.waiting))]
+        numbers = fold_steps(state.matrix, torch.stack(state.waiting), gains).tolist()
+        state = replace(state, waiting=[])
+        for found in numbers:
+            state = self._judged(state, found)
+        return state
 
     def _moved(self, state: DenseState, total: float) -> DenseState:
         """The state after one more observation whose rows have this sum of squares, but for its array."""
@@ -324,6 +350,8 @@ class FisherDense(Learned[DenseState]):
 
     def _factorised(self, state: DenseState, ridge: Ridge) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
         """u -> x, and the notes of the solve."""
+        if state.waiting:
+            vars(state).update(vars(self._folded(state)))  # the array is shared with the caller's state
         matrix = state.matrix
         notes: dict[str, Any] = {"observed": state.observed}
         factor: Tensor | None = None
@@ -359,7 +387,8 @@ class FisherDense(Learned[DenseState]):
     @override
     def memory(self, theta: Variable) -> int:
         """The array, and its copy when A is made symmetric, or the shifted array and its factor."""
-        return theta.numel**2 * self.dtype.itemsize * (2 if self.form == "inverse" else 3)
+        waiting = 2 * self.fold * theta.numel if self.fold > 1 else 0
+        return (theta.numel**2 * (2 if self.form == "inverse" else 3) + waiting) * self.dtype.itemsize
 
     def warnings_for(self, theta: Variable) -> list[str]:
         """Whether theta is too large, and that the inverse form cannot hold the ridge."""

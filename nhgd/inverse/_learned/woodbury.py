@@ -1,11 +1,58 @@
-"""Updates of an inverse A = M^{-1} in place, as M <- (1 - g) M + g R^T R, without inverting."""
+"""Updates of an inverse A = M^{-1} in place, as M <- (1 - g) M + g R^T R, without inverting.
+
+All of them end in A <- scale A - W^T W, which is one pass over A on a GPU with Triton.
+"""
 
 from __future__ import annotations
 
+import importlib
 import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+
+BLOCK = 512  # rows and columns
+FEW = 64  # rows: with more of them, a matrix product is faster than the kernel
+
+
+@cache
+def _kernel() -> Any:
+    """The module with the kernel; None without Triton."""
+    found = importlib.import_module("nhgd.inverse._learned.rank_kernel")
+    return None if found.triton is None else found
+
+
+def subtract_outer(matrix: Tensor, roots: Tensor, scale: float) -> None:
+    """A <- scale A - W^T W, in place, for W (n, D); a symmetric A stays symmetric in every bit."""
+    if matrix.is_cuda and len(roots) <= FEW and matrix.is_contiguous() and _kernel() is not None:
+        _kernel().subtract(matrix, roots.contiguous(), scale)
+        return
+    if matrix.is_cuda and len(roots) == 1:
+        matrix.addr_(roots[0], roots[0], beta=scale, alpha=-1)
+        return
+    if len(roots) > 1 and len(matrix) > BLOCK and not matrix.is_cuda:
+        _by_halves(matrix, roots, scale)
+        return
+    matrix.addmm_(roots.T, roots, beta=scale, alpha=-1)  # on the CPU addr_ would not keep it symmetric
+    if len(roots) > 1:
+        # An asymmetric part would grow by the scale at each step. An outer product of one vector has none.
+        matrix.add_(matrix.T.clone()).mul_(0.5)
+
+
+def _by_halves(matrix: Tensor, roots: Tensor, scale: float) -> None:
+    """The blocks below the diagonal are computed, those above it copied while they are in the cache."""
+    edges = range(0, len(matrix), BLOCK)
+    for i in edges:
+        for j in range(0, i + 1, BLOCK):
+            block = matrix[i : i + BLOCK, j : j + BLOCK]
+            block.addmm_(roots[:, i : i + BLOCK].T, roots[:, j : j + BLOCK], beta=scale, alpha=-1)
+            if i == j:
+                block.add_(block.T.clone()).mul_(0.5)
+            else:
+                matrix[j : j + BLOCK, i : i + BLOCK] = block.T
 
 
 def fold_row(inverse: Tensor, row: Tensor, gain: float) -> Tensor:
@@ -19,10 +66,7 @@ def fold_row(inverse: Tensor, row: Tensor, gain: float) -> Tensor:
     both = torch.stack([product, row]) @ row
     small = both[0] + 1 / gain
     root = product * small.rsqrt()
-    if inverse.is_cuda:
-        inverse.addr_(root, root, beta=1 / keep, alpha=-1)
-    else:
-        inverse.addmm_(root[:, None], root[None], beta=1 / keep, alpha=-1)  # addr_ would not keep it symmetric here
+    subtract_outer(inverse, root[None], 1 / keep)
     return torch.stack([both[1], small, *torch.aminmax(inverse.diagonal())])
 
 
@@ -38,7 +82,32 @@ def fold_rows(inverse: Tensor, rows: Tensor, gain: float) -> list[float]:
     if int(info) != 0:
         return [0.0, 0.0, 0.0]
     root = torch.linalg.solve_triangular(factor, product, upper=False).mul_(math.sqrt(gain) / keep)
-    inverse.addmm_(root.T, root, beta=1 / keep, alpha=-1)
-    # An asymmetric part would grow by 1 / keep at each step. An outer product of one vector has none.
-    inverse.add_(inverse.T.clone()).mul_(0.5)
+    subtract_outer(inverse, root, 1 / keep)
     return [1.0, *torch.stack(torch.aminmax(inverse.diagonal())).tolist()]
+
+
+def fold_steps(inverse: Tensor, rows: Tensor, gains: Sequence[float]) -> Tensor:
+    """The updates by the rows (n, D) one after another, in place, each with its gain, in one pass over A.
+
+    A is read once for A R^T and updated once; between them everything happens in n vectors. With c_k = 1 / (1 - g_k),
+
+        p_k = c_k A_k r_k,     w_k = p_k / sqrt(1 / g_k + p_k.r_k),     A_{k+1} = c_k A_k - w_k w_k^T
+
+    Returns what `fold_row` does for each of the rows, (n, 4).
+    """
+    product = rows @ inverse  # (n, D)
+    diagonal = inverse.diagonal().clone()
+    roots = torch.zeros_like(rows)
+    total, found = 1.0, []
+    for k, gain in enumerate(gains):
+        keep = 1 - gain
+        row, before = rows[k], roots[:k]
+        p = torch.addmv(product[k], before.T, before @ row, beta=total / keep, alpha=-1 / keep)
+        small = p @ row + 1 / gain
+        roots[:k].mul_(keep**-0.5)
+        roots[k] = p * small.rsqrt()
+        total /= keep
+        diagonal = diagonal / keep - roots[k].square()
+        found.append(torch.stack([row @ row, small, *torch.aminmax(diagonal)]))
+    subtract_outer(inverse, roots, total)
+    return torch.stack(found)
