@@ -265,8 +265,11 @@ def kronecker(inverse: AbstractKronecker[Any], shape: Shape, kept: bool, iterati
             Operation("call", times=30),
         ]
         turned = groups * (out * columns**2 + out**2 * columns)
+        products = inverse.iterations if isinstance(inverse, KFAC) and inverse.solver == "products" else 0
         solve += [
-            Operation("matmul", 2 * turned, double=double),
+            Operation("matmul", max(2, products) * turned, double=double),
+            Operation("pass", products * 15 * layer.numel, double=double),
+            Operation("call", times=15 * products),
             Operation("pass", 8 * layer.numel + 4 * size, double=double),
             Operation("call", times=15),
             *_uneven_ridge(inverse, layer, kept, iterations),
@@ -287,6 +290,8 @@ def kronecker(inverse: AbstractKronecker[Any], shape: Shape, kept: bool, iterati
         step += [Operation("matmul", samples * roots * n**2) if dense else Operation("pass", 2 * samples * roots * n)]
         solve += [Operation("eigh", n, 1, double)] if dense else [Operation("pass", 4 * n)]
         solve.append(Operation("call", times=15))
+    if isinstance(inverse, KFAC) and inverse.solver == "products":
+        bases = []
     if isinstance(inverse, KFAC) and inverse.solver == "cholesky":
         bases = [o._replace(kind="cholesky") for o in bases]
     solve.append(Operation("call", times=20))
@@ -295,7 +300,7 @@ def kronecker(inverse: AbstractKronecker[Any], shape: Shape, kept: bool, iterati
 
 def _uneven_ridge(inverse: AbstractKronecker[Any], layer: Layer, kept: bool, iterations: int) -> list[Operation]:
     """The extra operations of a solve if the ridge differs within a layer; an iteration counts with all its steps."""
-    if layer.ridge == "even" or (isinstance(inverse, KFAC) and inverse.solver == "cholesky"):
+    if layer.ridge == "even" or (isinstance(inverse, KFAC) and inverse.solver != "eigen"):
         return []
     groups, out, columns = layer[:3]
     double = inverse.dtype is torch.float64

@@ -174,7 +174,10 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("inverse", [KFAC(), EKFAC(), FisherDiagonal(), KFAC(overhead=0.01), KFAC(solver="cholesky")])
+@pytest.mark.parametrize(
+    "inverse",
+    [KFAC(), EKFAC(), FisherDiagonal(), KFAC(overhead=0.01), KFAC(solver="cholesky"), KFAC(solver="products")],
+)
 @pytest.mark.parametrize("name", SHAPES)
 def test_after_the_build_up_the_price_is_within_the_budget(name: str, inverse: Any) -> None:
     shape, inner = SHAPES[name]

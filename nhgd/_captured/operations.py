@@ -295,7 +295,8 @@ def _call(
         return torch.Tensor.zero_, (results[0],), {}
     if name in ("ones", "ones_like", "new_ones"):
         return torch.Tensor.fill_, (results[0], 1), {}
-    form = None if operation.changes else _out_form(function)
+    whole = len(results) == len(function._schema.returns)  # a gradient that nobody asked for is not there
+    form = _out_form(function) if whole and not operation.changes else None
     if form is not None:
         outs = dict(zip(_outs(form), results, strict=True))
         known = {argument.name for argument in form._schema.arguments}

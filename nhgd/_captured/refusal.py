@@ -39,6 +39,6 @@ def refusal(algorithm: AbstractAlgorithm, loop: Loop) -> str | None:
 def _is_repeatable(inverse: AbstractInverse) -> bool:
     if isinstance(inverse, Refined):
         return _is_repeatable(inverse.inverse)
-    if isinstance(inverse, KFAC) and inverse.solver != "eigen":
+    if isinstance(inverse, KFAC) and inverse.solver == "cholesky":
         return False
     return isinstance(inverse, REPEATABLE)

@@ -7,17 +7,20 @@ from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from nhgd import _tape as tape
+from nhgd._validation import counted
 from nhgd.errors import InputError
 from nhgd.inverse._learned.eigenbasis import Basis, Solver, decomposed, decompositions, refreshed
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.layer_ridge import LayerRidge, Uneven
+from nhgd.inverse._learned.matrix_products import matrix_solver
 from nhgd.inverse._learned.statistics import check_invertible
 from nhgd.record import LayerStatistics, Pool, pool_of
 
-KFACSolver = Literal["eigen", "cholesky"]
+KFACSolver = Literal["eigen", "cholesky", "products"]
 
 
 @final
@@ -70,7 +73,10 @@ class KFAC(AbstractKronecker[KroneckerState]):
         dtype: of the statistics; None: of the layers' numbers (theta's dtype, outside of autocast), at least float32.
         solver: "eigen" as above, or "cholesky": (A + pi sqrt(d) I) (x) (G + sqrt(d) / pi I) in place of
             A (x) G + d I, with d = 2 l2 + damping and pi^2 = (tr A / dim A) / (tr G / dim G). It needs no
-            eigendecomposition, and its ridge is not exact.
+            eigendecomposition, and its ridge is not exact. "products": conjugate gradients on matrices,
+            X -> G X A + R * X, with the current factors. It decomposes nothing, so it never makes a GPU wait, and a
+            captured step is one piece. Its error falls with `iterations`, the faster the larger the damping is.
+        iterations: of solver="products", at most.
 
     >>> KFAC().overhead, KFAC(factor_every=10).overhead
     (0.1, None)
@@ -89,13 +95,15 @@ class KFAC(AbstractKronecker[KroneckerState]):
     name: ClassVar[str] = "kfac"
     moments: ClassVar[int] = 0
     solver: KFACSolver = "eigen"
+    iterations: int = 20
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.solver == "cholesky" and self.invert_every is not None:
+        counted("KFAC", iterations=self.iterations)
+        if self.solver != "eigen" and self.invert_every is not None:
             raise InputError(
-                "KFAC: solver='cholesky' factorises with the ridge of each solve, so factorisations cannot be"
-                " reused. Leave invert_every at None, or use solver='eigen'."
+                f"KFAC: solver='{self.solver}' works with the ridge of each solve, so its work cannot be reused."
+                " Leave invert_every at None, or use solver='eigen'."
             )
 
     def _empty(self, starts: dict[str, int], sizes: dict[str, int]) -> KroneckerState:
@@ -137,9 +145,13 @@ class KFAC(AbstractKronecker[KroneckerState]):
                 if not tape.repeatable() and basis.is_within_digits(extra):
                     return basis.dominant_solver(extra)
             return basis.solver("KFAC", layer, basis.products(), extra)
+        if self.solver == "products":
+            return self._product_solver(state, layer, extra, extra > 0)
         return self._factored_solver(layer, *state.factors(layer), extra)
 
     def _uneven_solver(self, state: KroneckerState, layer: str, ridge: LayerRidge, notes: dict[str, Any]) -> Solver:
+        if self.solver == "products":
+            return self._product_solver(state, layer, ridge.entries, bool((ridge.entries > 0).all()))
         a, g = state.factors(layer)
         if self.solver == "cholesky":
             inside = self._factored_solver(layer, *ridge.scaled(a, g), 1.0)
@@ -163,6 +175,19 @@ class KFAC(AbstractKronecker[KroneckerState]):
             return plain.solver("KFAC", layer, plain.products(), ridge.mean)
 
         return system.solver(averaged, self._iterations, notes)
+
+    def _product_solver(self, state: KroneckerState, layer: str, extra: float | Tensor, positive: bool) -> Solver:
+        """Conjugate gradients on matrices, with the current factors."""
+        if not positive:
+            raise InputError(
+                f"KFAC: solver='products' needs a ridge or a damping above 0 everywhere, which {layer!r} has not. Give the"
+                " problem an l2 above 0, set damping, or use solver='eigen'."
+            )
+        return matrix_solver(*state.factors(layer), extra, self.iterations)
+
+    @override
+    def is_due(self, observed: int) -> bool:
+        return self.solver == "eigen" and super().is_due(observed)
 
     def _factored_solver(self, layer: str, a: Tensor, g: Tensor, extra: float) -> Solver:
         """b -> ((A + pi sqrt(extra) I) (x) (G + sqrt(extra) / pi I))^{-1} b for matrices b, (G, out, in)."""
