@@ -45,7 +45,22 @@ def learning_rate(said):
     assert loss < min(loss for _, loss in grid)
 
 
-PROMISES = {check.__name__: check for check in (own_problem, clean_csv, hyperparameters, learning_rate)}
+def language_model(said):
+    ((area,),) = numbers(r"^AUC of the weights: ([\d.]+);", said)
+    (learnt,), (alike,) = numbers(r"^loss on other files, .*: +([\d.]+) ", said)
+    assert area > 0.6  # after thirty outer steps; the full run comes near 1
+    assert learnt < alike + 0.1
+
+
+def resnet_cleaning(said):
+    ((hits, suspects, wrong),) = numbers(r"^(\d+) of the (\d+) suspects .*; (\d+) wrong", said)
+    assert min(hits / suspects, hits / wrong) > 0.6  # by chance 0.3 of the suspects would be
+
+
+PROMISES = {
+    check.__name__: check
+    for check in (own_problem, clean_csv, hyperparameters, learning_rate, language_model, resnet_cleaning)
+}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
