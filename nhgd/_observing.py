@@ -91,6 +91,11 @@ class Observer:
 
     def __init__(self, problem: Bilevel, inverse: AbstractInverse, seed: int) -> None:
         problem.refuse_inference()
+        if problem.theta.shards is not None:
+            raise InputError(
+                "observing does not support a theta divided by fully_shard, whose parameters Bilevel gathers, so that a loop"
+                " of your own would train others. Use nhgd.Solver with a team, or DistributedDataParallel."
+            )
         self.problem = problem
         self.inverse = inverse
         self.seed = seed

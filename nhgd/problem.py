@@ -230,6 +230,14 @@ class Bilevel:
         for (buffer, _), copy in zip((*self.theta.buffers(), *self.v.buffers()), copies, strict=True):
             buffer.copy_(copy)
 
+    def reshard(self) -> None:
+        """Divide a theta that `fully_shard` had divided over the ranks again, with its values, when training is over.
+
+        A `Bilevel` gathers such parameters; after this it can no longer be used. Every rank must call it.
+        """
+        if self.theta.shards is not None:
+            self.theta.shards.release(self.theta.names, self.theta.leaves)
+
     @contextmanager
     def guarded(self, seed: int | None = None, live: bool = False) -> Iterator[None]:
         """The context of every pass other than an inner step.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from nhgd._shards import Shards
 from nhgd.errors import InputError
 
 Given: TypeAlias = Tensor | dict[str, Tensor] | nn.Module
@@ -37,16 +38,19 @@ class Variable:
 
     names: tuple[str, ...]
     leaves: tuple[Tensor, ...]
+    moved: tuple[Tensor, ...]  # what an optimiser holds: the leaves, or the parts of them that fully_shard left here
 
     def __init__(self, given: Given, role: str) -> None:
         self.given = given
         self.role = role
         self.root: nn.Module | None = None
+        self.shards: Shards | None = None
         self._given: Given = given
         self._frozen: dict[str, Tensor] = {}
         if isinstance(given, nn.Module):
             # torch.compile and DistributedDataParallel wrap a module; names and leaves are those of the inner module.
             self.root, self._given = _inside(given), _unparalleled(given)
+            self.shards = self._gathered(self.root)
             named: dict[str, Tensor] = {name: p for name, p in self.root.named_parameters() if p.requires_grad}
         elif isinstance(given, Tensor):
             named = {role: given}
@@ -71,6 +75,8 @@ class Variable:
         self._refuse_shared_memory(named)
         self.names = tuple(named)
         self.leaves = tuple(t if t.requires_grad else t.detach().requires_grad_() for t in named.values())
+        parts = {} if self.shards is None else self.shards.parts
+        self.moved = tuple(parts.get(n, t) for n, t in zip(self.names, self.leaves, strict=True))
         devices = {t.device for t in self.leaves}
         if len(devices) > 1:
             raise InputError(
@@ -96,6 +102,20 @@ class Variable:
     def is_compiled(self) -> bool:
         """Whether it is a module that torch.compile has wrapped."""
         return self.root is not None and self._given is not self.root
+
+    def _gathered(self, root: nn.Module) -> Shards | None:
+        """The parameters of a module divided by `fully_shard`, made whole."""
+        shards = Shards.of(root, self.role)
+        if shards is not None and self.role != "theta":
+            raise InputError(
+                f"{self.role} is divided by fully_shard, which is supported for theta alone. Pass the module undivided."
+            )
+        return shards
+
+    def check_whole(self) -> None:
+        """Refuse leaves whose memory is gone, because a module's parameters were divided over ranks again."""
+        if self.shards is not None:
+            self.shards.check_whole(self.leaves)
 
     def _trainable(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, tensor in given.items():
@@ -163,6 +183,7 @@ class Variable:
         the leaves may have moved since, or tensors of another pass may have replaced them.
         """
         torch.clear_autocast_cache()
+        self.check_whole()
         if self.root is None:
             tensors = self.leaves if tensors is None else tensors
             yield (
@@ -259,11 +280,13 @@ class Variable:
 
     def flat(self) -> Tensor:
         """A copy of the current value as one vector (D,)."""
+        self.check_whole()
         return self.flatten([leaf.detach() for leaf in self.leaves]).clone()
 
     @torch.no_grad()
     def assign(self, vector: Tensor) -> None:
         """Write a vector (D,) into the leaves, in place."""
+        self.check_whole()
         for leaf, part in zip(self.leaves, self.unflatten(vector), strict=True):
             leaf.copy_(part)
 

@@ -24,8 +24,8 @@ from nhgd._tree import tensors
 from nhgd.algorithm import AID, NHGD, AbstractAlgorithm, NHGDSingle
 from nhgd.errors import InputError, NhgdError, NonFiniteError, PeerError, RunError
 from nhgd.execution import Distributed, Inline
+from nhgd.execution.assignment import Assignment
 from nhgd.execution.distributed import client
-from nhgd.execution.distributed.assignment import Assignment
 from nhgd.execution.distributed.messages import Messenger
 from nhgd.execution.distributed.roles import Roles
 from nhgd.execution.distributed.server import Server

@@ -32,6 +32,7 @@ ORDER = """
     _tree
     plot
     data likelihood
+    _shards
     variable
     losses
     problem

@@ -19,7 +19,7 @@ from benchmarks import scaling
 from benchmarks.tables import pages
 from nhgd.algorithm import NHGD
 from nhgd.execution import Device
-from nhgd.execution.distributed.assignment import Assignment
+from nhgd.execution.assignment import Assignment
 from nhgd.inverse import KFAC, FisherDense
 
 WIDTHS = (5, 4, 3)

@@ -41,8 +41,18 @@ class Checkpoints:
         self._executor = executor
 
     def claim(self, theta: Variable) -> None:
-        """Lock the folder against other runs."""
+        """Lock the folder against other runs; refuse what no single process could write."""
         if self.writer is not None:
+            if theta.shards is not None:
+                raise InputError(
+                    "A checkpoint is written by one process, but the optimiser's moments are divided by fully_shard. Omit"
+                    " checkpoint, call problem.reshard() after the run, and save the model by torch.distributed.checkpoint."
+                )
+            if not self._executor.holds_all:
+                raise InputError(
+                    "A checkpoint is written by one process, but divide=True divides the curvature over several. Omit one of"
+                    " the two."
+                )
             self._executor.group.join(theta)
             if self._executor.group.leads:
                 self.writer.claim()

@@ -334,5 +334,7 @@ def _unpacked(flat: Tensor, likes: Sequence[Tensor]) -> list[Tensor]:
 def _digest(tensors: Iterable[Tensor]) -> int:
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        # A copy: memory that NumPy has seen can never be freed, as fully_shard does.
+        own = tensor.detach().reshape(-1).to("cpu", copy=True)
+        digest.update(own.view(torch.uint8).numpy().tobytes())
     return int.from_bytes(digest.digest()[:8], "little", signed=True)

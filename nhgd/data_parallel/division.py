@@ -20,6 +20,7 @@ from nhgd.data.stream import BatchStream
 from nhgd.data_parallel.collectives import AbstractTeam, Team
 from nhgd.data_parallel.objective import DividedObjective, DividedOuterObjective
 from nhgd.data_parallel.shard import Shard, adopted, divided
+from nhgd.errors import InputError
 from nhgd.objective import Objective, OuterObjective
 from nhgd.problem import Bilevel
 from nhgd.schedule import Clock
@@ -48,7 +49,21 @@ class Division:
         self.clock = clock
         self.found: dict[Level, str] = {}
         self._streams: dict[Level, BatchStream] = {"inner": inner, "outer": outer}
+        self._check_shards()
         team.broadcast(self._replicas())
+
+    def _check_shards(self) -> None:
+        """Refuse a theta that `fully_shard` has divided over other ranks than the workers."""
+        self.problem.theta.check_whole()
+        shards = self.problem.theta.shards
+        workers = self.team.ranks if isinstance(self.team, Team) else ()
+        if shards is not None and len(shards.ranks) > 1 and sorted(shards.ranks) != sorted(workers):
+            raise InputError(
+                f"theta is divided by fully_shard over {len(shards.ranks)} ranks, and the inner batches over"
+                f" {max(1, len(workers))}. Let the same ranks share both:"
+                " execution=nhgd.execution.Inline(team=nhgd.data_parallel.Team.of()), or"
+                " Distributed(curvature_ranks=0), and a mesh of all of them."
+            )
 
     @property
     def workers(self) -> int:

@@ -1,4 +1,4 @@
-"""Which curvature rank keeps which parameters, and what of a record each of them is sent."""
+"""Which process keeps the curvature of which parameters, and what it needs of a record."""
 
 from __future__ import annotations
 

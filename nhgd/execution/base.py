@@ -138,6 +138,11 @@ class AbstractExecutor(ABC):
         """
         return self.state(wait=True)[0]
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether `keep` can give the whole curvature in one process, as a checkpoint needs it."""
+        return True
+
     def curvature(self) -> Curvature:
         """The curvature to solve with: all submitted records, unless `stale` is set."""
         return Curvature(self.inverse, *self.state(wait=not self.stale))

@@ -7,7 +7,9 @@ from typing import Any, ClassVar, final
 from typing_extensions import override
 
 from nhgd import _tape as tape
-from nhgd.data_parallel import AbstractTeam
+from nhgd.data_parallel import AbstractTeam, Team
+from nhgd.execution._divided import DividedLayers
+from nhgd.execution._remote import asking
 from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
 from nhgd.execution.group import Group
@@ -23,23 +25,41 @@ class Inline(AbstractExecutor):
     """In the inner loop's own thread: each record is folded in before the next inner step.
 
     Args:
-        team: the workers that share the inner batches. Each keeps the whole curvature; what a batch adds to it is summed
-            over them.
+        team: the workers that share the inner batches. What a batch adds to the curvature is summed over them.
+        divide: False: each worker keeps the whole curvature. True: of N workers each keeps the factors and inverses of
+            about an Nth of the layers, and solves with these. For K-FAC, without checkpoints.
     """
 
     name: ClassVar[str] = "inline"
     background: ClassVar[bool] = False
 
-    def __init__(self, max_lag: int | None = None, stale: bool = False, team: AbstractTeam | None = None) -> None:
+    def __init__(
+        self,
+        max_lag: int | None = None,
+        stale: bool = False,
+        team: AbstractTeam | None = None,
+        divide: bool = False,
+    ) -> None:
         super().__init__(max_lag, stale)
         self.group = Group(team)
+        self.divide = divide
+        self._divided: DividedLayers | None = None
         self.traffic.processes = self.group.team.size
 
     @override
     def start(self, inverse: AbstractInverse, theta: Variable, v: Variable | None = None) -> None:
         super().start(inverse, theta, v)
         self._state: Any = None if self.learner is None else self.learner.init(theta)
+        team, learner = self.group.team, self.learner
+        self._divided = None
+        if self.divide and learner is not None and isinstance(team, Team):
+            self._divided = DividedLayers(learner, theta, team)
         self._busy = Stopwatch(theta.device)
+
+    @property
+    @override
+    def holds_all(self) -> bool:
+        return not self.divide or self.group.team.size == 1
 
     @override
     def begin(self) -> None:
@@ -49,6 +69,11 @@ class Inline(AbstractExecutor):
     @override
     def submit(self, record: InnerRecord) -> None:
         assert self.learner is not None
+        if self._divided is not None:
+            with self._busy.running():
+                self._state = self._divided.observe(self._state, record)
+            self._count()
+            return
         taken = record if reduces(self.learner) else gathered(record)
         if tape.tape() is None:
             with self._busy.running():
@@ -67,6 +92,8 @@ class Inline(AbstractExecutor):
     @override
     def curvature(self) -> Curvature:
         """The current state, with its preparation for the solve divided among workers if possible."""
+        if self._divided is not None:
+            return Curvature(asking(self.inverse, self._divided.solve), self._state, 0)
         state, pool = self._state, self.group.pool
         if pool is not None and isinstance(self.learner, SupportsDivision):
             state = self.learner.divided(state, pool)

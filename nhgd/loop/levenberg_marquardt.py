@@ -47,13 +47,16 @@ class LevenbergMarquardt:
         """
         theta = loop.problem.theta
         inverse = loop.inverse
-        if inverse is None or inverse.learner is None or loop.executor.name != "inline":
-            raise InputError("inner='natural' needs the curvature of the step before it: use execution='inline'.")
+        executor = loop.executor
+        if inverse is None or inverse.learner is None or executor.name != "inline" or not executor.holds_all:
+            raise InputError(
+                "inner='natural' needs the whole curvature of the step before it: use execution='inline', undivided."
+            )
         if objective is None:
             objective = loop.objective(loop.inner_batch(), loop.seed())
         found = loop.gradient(objective, record, cross=cross)
         gradient = theta.flatten(found.gradient)
-        state, _ = loop.executor.state()
+        state, _ = executor.state()
         if self.damping == 0.0:
             # A first guess in the units of the curvature: a tenth of what it is along the gradient.
             at = loop.replay(objective)

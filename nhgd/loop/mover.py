@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from nhgd import _tape as tape
+from nhgd._shards import whole
 from nhgd._validation import is_class, shown
 from nhgd.errors import InputError
 from nhgd.loop.settings import OptimizerFactory
@@ -26,7 +27,7 @@ class Mover:
     ) -> None:
         self.variable = variable
         self._travelled = 0.0
-        leaves = list(variable.leaves)
+        leaves = list(variable.moved)
         self._is_own = not isinstance(optimizer, Optimizer)  # made here, for this run alone
         self.schedule: Schedule | None = None if rate is None else as_schedule(rate, f"{level}_lr")
         if optimizer is None or (is_class(optimizer) and issubclass(optimizer, Optimizer)):
@@ -46,9 +47,9 @@ class Mover:
                 )
             self.optimizer = made
         # A plain tensor is trained through an alias that requires a gradient; an optimiser may hold either of the two.
-        held = {p.data_ptr(): p for group in self.optimizer.param_groups for p in group["params"]}
-        self.targets = [held.get(leaf.data_ptr(), leaf) for leaf in leaves]
-        if set(held) != {leaf.data_ptr() for leaf in leaves}:
+        held = {_identity(p): p for group in self.optimizer.param_groups for p in group["params"]}
+        self.targets = [held.get(_identity(leaf), leaf) for leaf in leaves]
+        if set(held) != {_identity(leaf) for leaf in leaves}:
             raise InputError(
                 f"The {level} optimiser does not hold exactly the trainable tensors of {variable.role}. Pass a factory, for"
                 f" example {level}_optimizer=lambda params: torch.optim.Adam(params, lr=1e-3)."
@@ -89,9 +90,9 @@ class Mover:
             if moments:
                 decay = group["betas"][1] if "betas" in group else 0.0
                 roots, squares = (
-                    torch.stack([m.double().pow(p).sum().cpu() for m, _ in moments]).sum() for p in (0.5, 1.0)
+                    torch.stack([whole(m.double().pow(p).sum()).cpu() for m, _ in moments]).sum() for p in (0.5, 1.0)
                 )
-                step = float(moments[0][1]) if moments[0][1] is not None else 1.0
+                step = float(whole(moments[0][1])) if moments[0][1] is not None else 1.0
                 unbiased = 1 - decay**step if decay else 1.0
                 ratio = float(roots / squares.clamp_min(torch.finfo(torch.float64).tiny)) * unbiased**0.5
                 factor = ratio if squares > 0 else 1.0
@@ -113,7 +114,12 @@ class Mover:
         self._travel(float(self.optimizer.param_groups[0]["lr"]))
         self.set_gradient(gradient)
         if not isinstance(self.optimizer, LBFGS):
-            self.optimizer.step()
+            self._step()
+        elif self.variable.shards is not None:
+            raise InputError(
+                f"LBFGS cannot move {self.variable.role}, which is divided by fully_shard. Use another optimiser, for example"
+                " torch.optim.AdamW."
+            )
         elif closure is not None:
             self.optimizer.step(closure)
         else:
@@ -123,6 +129,16 @@ class Mover:
             )
         for target in self.targets:
             target.grad = None
+
+    def _step(self) -> None:
+        """The optimiser's step; if parameters are divided over ranks, each moves its own part and gathers the others'."""
+        variable = self.variable
+        if variable.shards is None:
+            self.optimizer.step()
+            return
+        variable.shards.write(variable.names, variable.leaves)
+        self.optimizer.step()
+        variable.shards.read(variable.names, variable.leaves)
 
     def _travel(self, lr: float) -> None:
         self._travelled += tape.now(lr)
@@ -188,8 +204,10 @@ class Mover:
 
     def set_gradient(self, gradient: Sequence[Tensor]) -> None:
         """Store a gradient where the optimiser reads it."""
-        for target, g in zip(self.targets, gradient, strict=True):
-            target.grad = g.to(target.dtype)
+        shards = self.variable.shards
+        for name, target, g in zip(self.variable.names, self.targets, gradient, strict=True):
+            divided = shards is not None and name in shards.parts
+            target.grad = shards.divide(g, target) if shards is not None and divided else g.to(target.dtype)
 
     def move_as_other(
         self, gradient: Sequence[Tensor], clock: Clock, moments: dict[str, dict[str, Any]], factor: float
@@ -212,7 +230,7 @@ class Mover:
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = factor * (rate if self.schedule is None else self.schedule.rate(clock))
         self.set_gradient(gradient)
-        self.optimizer.step()
+        self._step()
         found = {name: state.pop(t) for t, name in zip(self.targets, names, strict=True) if t in state}
         state.update(own)
         for group, rate in zip(groups, rates, strict=True):
@@ -240,3 +258,8 @@ class Mover:
                 " inner_optimizer and set inner_lr."
             )
         return self.rate(clock)
+
+
+def _identity(tensor: Tensor) -> int:
+    """What tells tensors in different memory apart; a part of a divided one has no address of its own."""
+    return id(tensor) if hasattr(tensor, "device_mesh") else tensor.data_ptr()

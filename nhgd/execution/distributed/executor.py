@@ -12,8 +12,8 @@ from typing_extensions import override
 from nhgd._validation import positive
 from nhgd.errors import InputError, RunError
 from nhgd.execution._remote import asking
+from nhgd.execution.assignment import Assignment
 from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
-from nhgd.execution.distributed.assignment import Assignment
 from nhgd.execution.distributed.client import Client
 from nhgd.execution.distributed.group import Processes
 from nhgd.execution.distributed.messages import Message, Word
@@ -44,6 +44,8 @@ class Distributed(AbstractExecutor):
             eigendecompositions, which Kronecker-factored inverses allow. 0: none, the workers keep it themselves.
         timeout: seconds to wait for another process before it counts as lost and the run ends. It must be longer than an inner
             step, the metrics and a checkpoint take.
+        divide: with curvature_ranks=0, whether each worker keeps only the factors and inverses of its own layers; see
+            `Inline`.
     """
 
     name: ClassVar[str] = "distributed"
@@ -56,9 +58,16 @@ class Distributed(AbstractExecutor):
         workers: int | None = None,
         curvature_ranks: int = 1,
         timeout: float = 30.0,
+        divide: bool = False,
     ) -> None:
         super().__init__(max_lag, stale)
         check_counts(workers, curvature_ranks)
+        if divide and curvature_ranks:
+            raise InputError(
+                "divide=True divides the curvature over the workers, so there are no curvature ranks. Set"
+                " curvature_ranks=0; several curvature ranks divide it too."
+            )
+        self.divide = divide
         positive("Distributed", timeout=timeout)
         self.timeout = timeout
         self.group: Processes = Processes(workers, curvature_ranks, timeout)
@@ -76,7 +85,7 @@ class Distributed(AbstractExecutor):
         super().start(inverse, theta, v)
         self._theta = theta
         if self.roles.curvature == 0:
-            self._local = Inline(team=self.group.team)
+            self._local = Inline(team=self.group.team, divide=self.divide)
             self._local.start(inverse, theta, v)
             return
         learner = self.learner
@@ -95,6 +104,11 @@ class Distributed(AbstractExecutor):
             return
         group.client = group.client or Client(messenger, self.max_lag, self.traffic)
         group.client.tell(Word.START)
+
+    @property
+    @override
+    def holds_all(self) -> bool:
+        return not self.divide
 
     @property
     def _client(self) -> Client:
@@ -150,8 +164,8 @@ class Distributed(AbstractExecutor):
     def _ask(self, marked: Any, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         text: dict[str, Any] = {"marked": marked, "damping": None}
         learner = self.learner
-        divided = self._assignment.parts > 1 and isinstance(learner, AbstractKronecker) and learner.damping is None
-        if divided and not ridge.positive:
+        follows = isinstance(learner, AbstractKronecker) and learner.damping in (None, "auto")
+        if self._assignment.parts > 1 and follows and not ridge.positive:
             # The default damping is a share of the mean diagonal of the whole model, and each rank knows only a part.
             parts = self._client.ask(Word.DIAGONAL, lambda part: ({"marked": marked}, ()), overtake=marked)
             text["damping"] = resolve_damping(None, ridge, sum(message.text["mean"] for message in parts))

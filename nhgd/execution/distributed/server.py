@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nhgd.errors import NhgdError
 from nhgd.execution._stopwatch import Stopwatch
-from nhgd.execution.distributed.assignment import Assignment
+from nhgd.execution.assignment import Assignment
 from nhgd.execution.distributed.client import credit_period
 from nhgd.execution.distributed.messages import Message, Messenger, Tag, Word, error_to_text
 from nhgd.execution.distributed.wire import Layout, from_bytes, from_message, joined, to_message
