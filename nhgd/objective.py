@@ -30,9 +30,9 @@ class OracleCalls:
     """How often each derivative was taken; one call is one batch.
 
     One gradient is one backward pass over a batch, with or without a forward pass. So an inner step counts once for its
-    gradient, and once for each root of the exact or the sampled Fisher matrix. Rows of parameters outside Linear and
-    Conv2d count once, or once for each root, if they come from a separate pass; once for each sample if their dropout
-    must be that of the inner step. A cross derivative from the scores of an inner step is one product with each layer
+    gradient, and once for each root of the exact or the sampled Fisher matrix. Rows of parameters that
+    the scores of no module show count once, or once for each root, if they come from a separate pass; once for each sample
+    if their dropout must be that of the inner step. A cross derivative from the scores of an inner step is one product with each layer
     where a gradient has three: three of them count as one in `cross`, and as nothing else. One that needs a pass,
     backward or in forward mode, counts as a gradient too. One-time checks of a model do not count. `samples` are those
     of all inner gradients.

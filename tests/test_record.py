@@ -119,6 +119,21 @@ class Sequence(nn.Module):
         return self.head(self.relu(self.a(x))).mean(1)
 
 
+class Gained(nn.Module):
+    """A layer whose output is scaled, by a module that holds other modules: only a pass of its own shows the gain's rows."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.gain = layer, nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * self.layer(x)
+
+
+def gained(layer: nn.Module) -> nn.Module:
+    return Gained(layer)
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -237,11 +252,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, ...]]
     "two biases": (TwoBiases, FLAT, ("a.weight", "a.bias", "b.bias")),
     "used elsewhere": (lambda: Gated(1.0), FLAT, ("a.weight",)),
     "used behind a closed gate": (lambda: Gated(0.0), FLAT, ("a.weight",)),
-    "attention": (
-        Attention,
-        (5, 2, 4),
-        tuple(f"attention.{n}" for n in ("in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias")),
-    ),
+    "attention": (Attention, (5, 2, 4), ()),
+    "attention, as many places as samples": (Attention, (5, 5, 4), ()),
     "layer norm": (
         lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3)),
         FLAT,
@@ -251,7 +263,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, ...]]
     "frozen bias": (lambda: partly_frozen("bias"), FLAT, ()),
     "subclass": (lambda: Normalised(3, 3), FLAT, ("weight", "bias")),
     "checkpointed": (Checkpointed, FLAT, ()),
-    "keyword": (Keyword, FLAT, ("a.weight", "a.bias")),
+    "keyword": (Keyword, FLAT, ()),
     "two strides": (TwoStrides, IMAGE, ("a.weight",)),
     "weight norm": (
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
@@ -881,7 +893,7 @@ def test_weights_that_depend_on_theta_are_constants_in_the_rows(kind: Any, v: st
         problem = nhgd.Bilevel(inner, lambda net, v, batch: normal(), net, gain, 0.02)
         return problem, (x, torch.arange(5) % 3)
 
-    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+    net = nn.Sequential(nn.Linear(3, 4), gained(nn.LayerNorm(4)), nn.Linear(4, 3)).double()
     x = normal(5, 3)
     (detached, batch), (free, _) = made(True), made(False)
     calls = OracleCalls()
@@ -1015,13 +1027,16 @@ def test_noise_that_no_generator_of_torch_shows() -> None:
 
 
 def test_k_fac_is_spared_the_passes_that_one_mask_takes() -> None:
-    problem, batch = weighing(DROPPING["norm"][0]().train(), normal(20, 3))
+    problem, batch = weighing(nn.Sequential(gained(nn.Linear(3, 4)), nn.Dropout(0.5), nn.Linear(4, 3)), normal(20, 3))
     counts = {}
     for couples in (True, False):
         calls = OracleCalls()
         Recorder(problem, "layer", calls=calls, couples=couples).step(batch)
         counts[couples] = calls.inner_gradients
     assert counts == {True: 21, False: 2}
+    problem, batch = weighing(DROPPING["norm"][0]().train(), normal(20, 3))
+    Recorder(problem, "layer", calls=(calls := OracleCalls())).step(batch)
+    assert calls.inner_gradients == 1  # a norm's rows are of the pass itself
     assert not capabilities.couples(nhgd.inverse.KFAC())
     assert capabilities.couples(nhgd.inverse.Refined(FisherWindow()).learner)
 
@@ -1035,9 +1050,12 @@ def test_k_fac_is_spared_the_passes_that_one_mask_takes() -> None:
         (lambda: nn.Linear(3, 3), "empirical", 1),
         (lambda: nn.Linear(3, 3), "exact", 1 + 3),
         (lambda: nn.Linear(3, 3), "sampled", 1 + 1),
-        (lambda: nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), "empirical", 1 + 1),
-        (lambda: nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), "exact", 1 + 3 + 3),
-        (lambda: nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), "sampled", 1 + 1 + 1),
+        (lambda: nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), "empirical", 1),
+        (lambda: nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), "exact", 1 + 3),
+        (lambda: nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), "sampled", 1 + 1),
+        (lambda: gained(nn.Linear(3, 3)), "empirical", 1 + 1),
+        (lambda: gained(nn.Linear(3, 3)), "exact", 1 + 3 + 3),
+        (lambda: gained(nn.Linear(3, 3)), "sampled", 1 + 1 + 1),
     ],
 )
 def test_every_backward_pass_is_counted(net: Any, fisher: Any, passes: int) -> None:
@@ -1052,7 +1070,7 @@ def test_every_backward_pass_is_counted(net: Any, fisher: Any, passes: int) -> N
 
 def test_counted_passes_are_those_that_are_made() -> None:
     forward = []
-    problem, batch = weighing(nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3)), normal(5, 3))
+    problem, batch = weighing(gained(nn.Linear(3, 3)), normal(5, 3))
     inner = problem.inner
     problem.inner = lambda *args: (forward.append(1), inner(*args))[1]
     calls = OracleCalls()

@@ -128,6 +128,22 @@ def layer_norm() -> Made:
     return classifier(mlp(nn.LayerNorm(4)), torch.rand(10, dtype=torch.float64), own)
 
 
+class Gained(nn.Module):
+    """A gain beside layers, in a module that holds them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.gain = mlp(), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * self.body(x)
+
+
+@seeded
+def gain() -> Made:
+    return classifier(Gained(), torch.rand(10, dtype=torch.float64), own)
+
+
 @seeded
 def tied() -> Made:
     """A weight that is used as a layer's and beside it."""
@@ -166,11 +182,12 @@ BY_SCORES = [
     weights_of_losses,
     weights_and_ridges,
     catalogue.ridge_tree,
+    layer_norm,
+    catalogue.batchnorm_eval,
 ]
 FORWARD = [
-    layer_norm,
+    gain,
     tied,
-    catalogue.batchnorm_eval,
     catalogue.batchnorm_train,
     catalogue.plain_tensor,
     catalogue.weighted_logistic,
@@ -298,7 +315,7 @@ class Straight(torch.autograd.Function):
 
 
 def without_forward_mode() -> Made:
-    problem, batch, outer = layer_norm()
+    problem, batch, outer = gain()
 
     def inner(model: Any, v: Any, batch: Any) -> nhgd.Losses:
         x, y, i = batch
@@ -360,7 +377,7 @@ def test_a_difference_from_the_graph_is_seen():
         def jvp(ctx: Any, tangent: Tensor) -> Tensor:  # type: ignore[override]
             return tangent
 
-    problem, batch, _ = layer_norm()
+    problem, batch, _ = gain()
 
     def inner(model: Any, v: Any, batch: Any) -> nhgd.Losses:
         x, y, i = batch

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from nhgd._recording.leaf_call import SHAPES, LeafCall
 from nhgd.errors import InputError
 from nhgd.record import LayerRecord
 
@@ -29,13 +30,24 @@ _NORM = "BatchNorm"
 
 @dataclass
 class LayerCall:
-    """One call of a Linear or Conv2d: its input, and the shape of its output."""
+    """One call of a Linear or Conv2d: its input, and the shape of its output, samples first.
+
+    `swapped`: the output had the places of a sequence as its first dimension, and samples as its second.
+    """
 
     module: nn.Module
     weight: str
     bias: str | None
     input: Tensor
     output_shape: torch.Size
+    swapped: bool = field(default=False, kw_only=True)
+
+    def placed(self, score: Tensor) -> Tensor:
+        """A score of the output, samples first."""
+        if not self.swapped:
+            return score.reshape(self.output_shape)
+        samples, places, *rest = self.output_shape
+        return score.reshape(places, samples, *rest).transpose(0, 1)
 
 
 @dataclass
@@ -47,7 +59,7 @@ class Call(LayerCall):
 
     def without_places(self) -> LayerCall:
         """The call alone, which holds no graph."""
-        return LayerCall(self.module, self.weight, self.bias, self.input, self.output_shape)
+        return LayerCall(self.module, self.weight, self.bias, self.input, self.output_shape, swapped=self.swapped)
 
     @property
     def is_plain(self) -> bool:
@@ -62,10 +74,13 @@ class Call(LayerCall):
 
 
 class Graph(NamedTuple):
-    """How often each parameter is used outside calls of plain layers, and a mark of the graph's form."""
+    """How often each parameter is used outside calls of plain layers, a mark of the graph's form, and the nodes that use
+    what some calls gave.
+    """
 
     uses: Counter[str]
     form: int
+    parents: dict[Any, list[Any]]
 
 
 def held(module: nn.Module, name: str) -> Tensor | None:
@@ -75,15 +90,28 @@ def held(module: nn.Module, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-def walked(roots: Iterable[Tensor | None], calls: Sequence[Call], names: Mapping[int, str]) -> Graph:
+def walked(
+    roots: Iterable[Tensor | None],
+    calls: Sequence[Call],
+    names: Mapping[int, str],
+    leaf_calls: Sequence[LeafCall] = (),
+) -> Graph:
     """Walk the graph of some tensors; `names` are the leaves of theta, by identity."""
-    plain = {call.edge.node: call.source for call in calls if call.is_plain}
+    plain: dict[Any, Iterable[GradientEdge | None]] = {
+        call.edge.node: (call.source,) for call in calls if call.is_plain
+    }
+    plain |= {call.edge.node: call.sources for call in leaf_calls if call.is_known}
+    parents: dict[Any, list[Any]] = {}
+    alone = {call.edge.node for call in leaf_calls if call.is_embedding}
     child: Any
     end: Any
     waiting: list[Any] = [root.grad_fn for root in roots if root is not None and root.grad_fn is not None]
     uses: Counter[str] = Counter()
     seen: set[Any] = set()
-    kinds: list[Any] = [call.weight for call in calls]
+    kinds: list[Any] = [
+        *(call.weight for call in calls),
+        *(name for call in leaf_calls for name in call.names.values()),
+    ]
     while waiting:
         node = waiting.pop()
         if node in seen:
@@ -92,12 +120,13 @@ def walked(roots: Iterable[Tensor | None], calls: Sequence[Call], names: Mapping
         # Kernels of BatchNorm differ between its modes, and forms are compared across them.
         kinds.append(_NORM if _NORM in type(node).__name__ else type(node))
         if node in plain:
-            source = plain[node]
-            following: Iterable[Any] = () if source is None else ((source.node, source.output_nr),)
+            following: Iterable[Any] = [(s.node, s.output_nr) for s in plain[node] if s is not None]
         else:
             following = node.next_functions
         for child, _ in following:
             end = child
+            if child in alone or (alone and type(child).__name__ in SHAPES):
+                parents.setdefault(child, []).append(node)
             while type(end).__name__ == "ToCopyBackward0":  # autocast makes one copy of a weight for all its uses
                 end = end.next_functions[0][0]
             if type(end) is _LEAF:
@@ -106,7 +135,7 @@ def walked(roots: Iterable[Tensor | None], calls: Sequence[Call], names: Mapping
                     uses[name] += 1
             elif child is not None:
                 waiting.append(child)
-    return Graph(uses, hash(tuple(kinds)))
+    return Graph(uses, hash(tuple(kinds)), parents)
 
 
 def outside_layers(calls: Sequence[Call], uses: Counter[str]) -> set[str]:
@@ -164,7 +193,7 @@ def check_independent(values: Tensor, calls: Sequence[Call], scores: Scores) -> 
     for call, score in zip(calls, scores, strict=True):
         if score is None or call.output_shape[0] != samples:
             continue
-        alive = torch.nonzero(score.reshape(samples, -1).ne(0).any(1)).reshape(-1)
+        alive = torch.nonzero(call.placed(score).reshape(samples, -1).ne(0).any(1)).reshape(-1)
         if len(alive):
             seen.add(call.weight)
             rows |= {int(alive[0]), int(alive[-1])}
@@ -175,7 +204,7 @@ def check_independent(values: Tensor, calls: Sequence[Call], scores: Scores) -> 
         for call, score in zip(calls, found, strict=True):
             if score is None or call.output_shape[0] != samples:
                 continue
-            touched = score.reshape(samples, -1).ne(0).any(1)
+            touched = call.placed(score).reshape(samples, -1).ne(0).any(1)
             touched[row] = False
             if bool(touched.any()):
                 raise InputError(

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from nhgd._recording.accounting import Call, LayerCall, Scores
 from nhgd._recording.fisher_roots import FisherRoots
+from nhgd._recording.leaf_call import LeafCall, rows_of, summed
 from nhgd._recording.normalisation import NormCall, signs, summed_rows
 from nhgd._recording.per_sample import OneSampleGradients
 from nhgd._recording.sampling import Sampling
@@ -119,12 +120,12 @@ class Recorder(Tap):
         self.problem.note_weights(found.losses)
         if weighing is not None and not found.batch_objective:
             found.losses, found.seeds = weighing(found.losses)
-        needed = gradient or not all(call.is_plain for call in found.calls)
+        needed = gradient or not found.is_plain
         self._differentiate(found, gradient and self._needs_graph(found), needed)
         self.verification.note(found, found.data if found.own is None else found.own, batch)
         return found
 
-    def passed_already(self, losses: Losses, calls: Sequence[Call | NormCall]) -> TappedPass:
+    def passed_already(self, losses: Losses, calls: Sequence[Call | NormCall | LeafCall]) -> TappedPass:
         """The same for losses that were computed before, from the calls of layers noted then. Their graph is kept.
 
         It is verified in place, because it cannot be computed again; rows that layers do not provide come from a
@@ -165,7 +166,7 @@ class Recorder(Tap):
             return self.roots.likelihood is not None
         others, unaccounted = self._others, found.outside_layers | self.verification.unaccounted
         plain = {name for call in found.calls if call.is_plain for name in (call.weight, call.bias)} - unaccounted
-        plain |= found.normalised
+        plain |= found.normalised | found.native
         covered = plain.issuperset(self.problem.theta.names) and not self.verification.is_due(found)
         return not covered and (found.batch_objective or found.drawn or others.noisy or not others.compared)
 
@@ -200,8 +201,8 @@ class Recorder(Tap):
     @override
     def agree(self, reduction: Reduction) -> None:
         """Adopt the parameters that other workers saw outside of layers."""
-        known = self.verification.unaccounted
-        self.verification.unaccounted = reduction.union(known, self.problem.theta.names)
+        verification, names = self.verification, self.problem.theta.names
+        verification.unaccounted = reduction.union(verification.unaccounted, names)
 
     @override
     def record(
@@ -225,10 +226,19 @@ class Recorder(Tap):
         covered = {name for layer in layers for name in (layer.weight, layer.bias)}
         others = tuple(name for name in theta.names if name not in covered)
         rows = None
-        if others and found.batch_objective:
-            rows = self._coupled_rows(found, others, seeds, columns, scale)
-        elif others:
-            rows = self._other_rows(batch, found, others, seeds)
+        if others:
+            known = self._native_rows(found, others, columns, scale)
+            rest = tuple(name for name in others if name not in known)
+            if rest:
+                coupled = found.batch_objective
+                general = (
+                    self._coupled_rows(found, rest, seeds, columns, scale)
+                    if coupled
+                    else self._other_rows(batch, found, rest, seeds)
+                )
+                sizes = [self.taps.shapes[name].numel() for name in rest]
+                known |= dict(zip(rest, general.split(sizes, dim=1), strict=True))
+            rows = torch.cat([known[name] for name in others], dim=1)
         weights = None if losses.weights is None else losses.weights.detach()
         if self.kind == "layer":
             self.verification.check_recorded(layers)
@@ -306,6 +316,27 @@ class Recorder(Tap):
                 torch.autograd.grad(outputs, found.edges, seed, allow_unused=True, retain_graph=True) for seed in along
             ]
 
+    def _native_rows(
+        self, found: TappedPass, names: Sequence[str], columns: Sequence[Scores], scale: Tensor
+    ) -> dict[str, Tensor]:
+        """Rows of parameters outside of layers that the scores of this pass give."""
+        wanted, samples = found.native & set(names), len(scale)
+        parts: dict[str, list[Tensor]] = {name: [] for name in wanted}
+        for i, call in enumerate(found.leaf_calls, start=found.of_leaves.start):
+            if wanted.isdisjoint(call.names.values()):
+                continue
+            scores = [column[i] for column in columns]
+            rows = rows_of(call, scores, scale) if all(call.fits(score, samples) for score in scores) else None
+            if rows is None:
+                wanted -= set(call.names.values())
+                continue
+            for name in wanted & rows.keys():
+                parts[name].append(rows[name])
+        for name, of_layer in self.taps.rows_of_layers(found, columns, scale, wanted):
+            parts[name].append(of_layer)
+        wide = torch.promote_types(self.problem.theta.dtype, torch.float32)
+        return {name: summed(parts[name]).to(wide) for name in wanted if parts[name]}
+
     def _coupled_rows(
         self, found: TappedPass, names: tuple[str, ...], seeds: Tensor | None, columns: Sequence[Scores], scale: Tensor
     ) -> Tensor:
@@ -313,7 +344,7 @@ class Recorder(Tap):
 
         Those of BatchNorm itself come from its scores; others are gradients of the loss of each sample in its batch.
         """
-        positions = enumerate(found.norms, start=len(found.calls))
+        positions = enumerate(found.norms, start=found.of_norms.start)
         known = [(norm, [column[i] for column in columns]) for i, norm in positions if norm.names & found.normalised]
         rows = summed_rows(known, scale)
         rest = tuple(name for name in names if name not in found.normalised)

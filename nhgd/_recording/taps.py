@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -22,6 +23,7 @@ from nhgd import _tape as tape
 from nhgd._kernels import uncompiled
 from nhgd._randomness import state_bytes
 from nhgd._recording.accounting import Call, LayerCall, Scores, held, outside_layers, walked
+from nhgd._recording.leaf_call import LeafCall
 from nhgd._recording.normalisation import NormCall, normalises_by_batch
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
@@ -29,6 +31,22 @@ from nhgd.losses import Losses
 from nhgd.objective import Pass
 from nhgd.problem import Bilevel
 from nhgd.record import Convolution, LayerRecord
+
+_PLAIN = nn.Linear(1, 1, device="meta")  # stands for a layer where `F.linear` was called on its own
+
+
+@dataclass
+class _Entered:
+    """A module that is under way.
+
+    Attributes:
+        seen: whether hooks see its input.
+        places: of attention, how many places a sequence has, and how many samples there are.
+    """
+
+    module: nn.Module
+    seen: bool
+    places: torch.Size | None = None
 
 
 @dataclass
@@ -41,11 +59,14 @@ class TappedPass(Pass):
         norms: calls of such modules.
         after_norms: the position of the first call behind the last of them, from where on samples are apart.
         normalised: parameters whose gradient is that of such modules alone.
+        leaf_calls: of other modules, whose scores give the rows of their parameters.
         form: of the graph.
         outside_layers: parameters that layers do not account for.
+        native: of these, the ones whose rows come from the scores of this pass.
         drawn: whether random numbers were drawn, so that the rows of all parameters must be of the same pass.
         own: the gradient with constant weights; None if it is the gradient itself.
-        scores: of the objective with constant weights, one for each call, and then for each of the norms.
+        scores: of the objective with constant weights, one for each call, then for each of the norms, and of the leaf
+            calls.
         seeds: the factors of the losses in the backward pass, if they are not the weights over B.
     """
 
@@ -54,6 +75,8 @@ class TappedPass(Pass):
     norms: list[NormCall] = field(default_factory=list)
     after_norms: int = 0
     normalised: set[str] = field(default_factory=set)
+    leaf_calls: list[LeafCall] = field(default_factory=list)
+    native: set[str] = field(default_factory=set)
     form: int = 0
     outside_layers: set[str] = field(default_factory=set)
     drawn: bool = False
@@ -64,7 +87,23 @@ class TappedPass(Pass):
     @property
     def edges(self) -> list[Any]:
         """The edges of the graph at the outputs of layers and norms."""
-        return [*(call.edge for call in self.calls), *(norm.edge for norm in self.norms)]
+        places = *self.calls, *self.norms, *self.leaf_calls
+        return [place.edge for place in places]  # type: ignore[attr-defined]  # all of them have one
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all modules that were called compute what their classes do."""
+        return all(call.is_plain for call in self.calls) and all(call.is_known for call in self.leaf_calls)
+
+    @property
+    def of_norms(self) -> slice:
+        """Where the scores of norms lie."""
+        return slice(len(self.calls), len(self.calls) + len(self.norms))
+
+    @property
+    def of_leaves(self) -> slice:
+        """Where the scores of leaf calls lie."""
+        return slice(len(self.calls) + len(self.norms), None)
 
 
 class Taps:
@@ -105,54 +144,134 @@ class Taps:
             )
         return self.seen(losses, noted, drawn=before is not None and before != state_bytes(theta.device))
 
-    def seen(self, losses: Losses, noted: Sequence[Call | NormCall], drawn: bool) -> TappedPass:
+    def seen(self, losses: Losses, noted: Sequence[Call | NormCall | LeafCall], drawn: bool) -> TappedPass:
         """The same for given losses and the calls that led to them, in order."""
         calls = [call for call in noted if isinstance(call, Call)]
         norms = [call for call in noted if isinstance(call, NormCall) and call.edge is not None]
         found = TappedPass(losses, losses.values.new_zeros(()), [], calls=calls, norms=norms, drawn=drawn)
-        positions = [i for i, call in enumerate(noted) if isinstance(call, NormCall)]
+        ordered = [call for call in noted if not isinstance(call, LeafCall)]
+        positions = [i for i, call in enumerate(ordered) if isinstance(call, NormCall)]
         if positions:
             found.batch_objective = True
             found.after_norms = positions[-1] + 1 - len(positions)
         if self.layers:
             roots = (losses.values, losses.outputs if self.outputs else None)
-            uses, found.form = walked(roots, calls, self.names)
+            samples = losses.values.shape[0]
+            given = [call for call in noted if isinstance(call, LeafCall)]
+            uses, found.form, parents = walked(roots, calls, self.names, given)
             found.outside_layers = outside_layers(calls, uses)
             found.layers = [call.weight for call in calls]
-            samples = losses.values.shape[0]
+            met = [call if call.gives_rows(samples) else call.met_at(parents) for call in given]
+            found.leaf_calls = [call for call in met if call is not None and not found.batch_objective]
+            if not found.batch_objective:  # otherwise rows are of each loss in its batch
+                found.native = self._native(calls, given, met, uses, samples)
+            found.outside_layers |= {name for call in given for name in call.names.values()}
             inside = Counter(name for norm in norms if norm.gives_rows(samples) for name in norm.names)
             found.normalised = {name for name, count in inside.items() if uses[name] <= count}
             found.normalised -= {name for call in calls for name in (call.weight, call.bias) if name is not None}
         return found
+
+    @staticmethod
+    def _native(
+        calls: Sequence[Call],
+        given: Sequence[LeafCall],
+        met: Sequence[LeafCall | None],
+        uses: Counter[str],
+        samples: int,
+    ) -> set[str]:
+        """Parameters outside of layers whose rows are the sum of those of all calls that use them."""
+        plain = {name for call in calls if call.is_plain for name in (call.weight, call.bias) if name is not None}
+        plain -= {name for call in calls if not call.is_plain for name in (call.weight, call.bias)}
+        inside = Counter(name for call in given if not call.is_known for name in call.names.values())
+        known = {name for call in given for name in call.names.values()} | plain
+        unmet = {name for call, at in zip(given, met, strict=True) if at is None for name in call.names.values()}
+        apart = {
+            name
+            for call in calls
+            if call.input.shape[:1] != (samples,) or call.output_shape[:1] != (samples,)
+            for name in (call.weight, call.bias)
+        }
+        # Of a module whose code is unknown, the rows are compared with the gradient.
+        return {name for name in known - unmet - apart if not uses[name] or inside[name]}
 
     def uses_theta(self, tensor: Tensor) -> bool:
         """Whether a tensor's graph ends at theta."""
         return bool(walked((tensor,), (), self.names).uses)
 
     @contextmanager
-    def noting(self) -> Iterator[list[Call | NormCall]]:
-        """Note every call of a Linear or Conv2d that holds a parameter of theta, and of a BatchNorm, inside this
-        block alone.
+    def noting(self) -> Iterator[list[Call | NormCall | LeafCall]]:
+        """Note every call of a Linear or Conv2d that holds a parameter of theta, of a BatchNorm, and of other modules
+        with parameters of their own, inside this block alone; as well as `F.linear` on a parameter, as attention uses it.
 
         The block is the forward pass and no more: activation checkpointing calls modules again in the backward pass.
         """
-        calls: list[Call | NormCall] = []
+        calls: list[Call | NormCall | LeafCall] = []
         if not self.layers:
             yield calls
             return
+        inside: list[_Entered] = []  # modules that are under way
+
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+            inside.append(_Entered(module, bool(args)))
 
         def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            call = self.call(module, args, output)
+            if inside:
+                inside.pop()
+            call: Call | NormCall | LeafCall | None = self.call(module, args, output)
+            if call is None and torch.is_grad_enabled():
+                call = LeafCall.of(module, args, output, self.names)
             if call is not None:
                 calls.append(call)
 
+        def linear(given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            output = plain(given, weight, bias)
+            top = inside[-1] if inside else _Entered(_PLAIN, False)
+            call = self._of_function(given, weight, bias, output, top)
+            # A Linear that is called with its input is noted as a module.
+            noted = top.seen and isinstance(top.module, nn.Linear) and held(top.module, "weight") is weight
+            if call is not None and not noted:
+                calls.append(call)
+            return output
+
         # The hook is global because theta may be a dict that the user feeds to functional_call on a module of his own.
-        handle = nn.modules.module.register_module_forward_hook(note)
+        register = nn.modules.module
+        handles = [
+            register.register_module_forward_pre_hook(enter),
+            register.register_module_forward_hook(note),
+        ]
+        plain = F.linear
         try:
             with uncompiled():
+                F.linear = linear  # type: ignore[assignment]  # as attention looks it up at each call
                 yield calls
         finally:
-            handle.remove()
+            F.linear = plain
+            for handle in handles:
+                handle.remove()
+
+    def _of_function(
+        self, given: Tensor, weight: Tensor, bias: Tensor | None, output: Any, inside: _Entered
+    ) -> Call | None:
+        """A call of `F.linear` on a parameter of theta, outside of the module that holds it as a layer."""
+        # Attention has the places of a sequence first; its queries come before keys and values.
+        swapped = isinstance(inside.module, nn.MultiheadAttention)
+        if swapped and given.ndim == 3 and inside.places is None:
+            inside.places = given.shape[:2]
+        name = self.names.get(id(weight))
+        if name is None or not isinstance(output, Tensor) or not output.requires_grad or given.ndim < 2:
+            return None
+        own = None if bias is None else self.names.get(id(bias))
+        if own is None and bias is not None and bias.requires_grad:
+            return None  # a part of a parameter, which the walk has to reach
+        source = get_gradient_edge(given) if given.requires_grad else None
+        data, shape = given.detach(), output.shape
+        if swapped:
+            first = given.shape[:2] if given.ndim == 3 else inside.places
+            if first is None or first.numel() * given.shape[-1] != given.numel():
+                return None
+            data = data.reshape(*first, -1).transpose(0, 1)
+            shape = torch.Size((first[1], first[0], output.shape[-1]))
+        return Call(_PLAIN, name, own, data, shape, source, get_gradient_edge(_made(output)), swapped=swapped)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Call | NormCall | None:
         """A call of a Linear or Conv2d that holds a parameter of theta, or of a BatchNorm; None for other modules."""
@@ -168,12 +287,8 @@ class Taps:
             return None
         given = args[0]
         bias = self.names.get(id(held(module, "bias")))
-        # On sequences the output is a view of a matrix, and an in-place activation replaces the view's place in the
-        # graph, but not the matrix's.
-        base = output._base
-        made = base if base is not None and base.numel() == output.numel() and output.is_contiguous() else output
         source = get_gradient_edge(given) if given.requires_grad else None
-        return Call(module, name, bias, given.detach(), output.shape, source, get_gradient_edge(made))
+        return Call(module, name, bias, given.detach(), output.shape, source, get_gradient_edge(_made(output)))
 
     def layer_records(self, calls: Sequence[LayerCall], columns: Sequence[Scores], scale: Tensor) -> list[LayerRecord]:
         """Calls and their scores, one column for each root, by layer; `scale`, (B,), is that of `scale_of`."""
@@ -187,8 +302,7 @@ class Taps:
                 )
             scores = [column[position] for column in columns]
             found = tuple(
-                call.input.new_zeros(call.output_shape) if s is None else s.detach().reshape(call.output_shape)
-                for s in scores
+                call.input.new_zeros(call.output_shape) if s is None else call.placed(s.detach()) for s in scores
             )
             grouped.setdefault(call.weight, []).append((call, found))
         return [
@@ -202,6 +316,30 @@ class Taps:
             )
             for weight, pairs in grouped.items()
         ]
+
+    def rows_of_layers(
+        self, found: TappedPass, columns: Sequence[Scores], scale: Tensor, wanted: set[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Rows of the wanted parameters as weights and biases of layers, (K B, n), from each call of them."""
+        for i, call in enumerate(found.calls):
+            if wanted.isdisjoint({call.weight, call.bias}):
+                continue
+            (layer,) = self.layer_records([call], [[column[i]] for column in columns], scale)
+            of_weight, of_bias = layer.rows()
+            if layer.weight in wanted:
+                yield layer.weight, of_weight
+            if layer.bias is not None and layer.bias in wanted and of_bias is not None:
+                yield layer.bias, of_bias
+
+
+def _made(output: Tensor) -> Tensor:
+    """The tensor that an operation made.
+
+    On sequences the output of a layer is a view of a matrix, and an in-place activation replaces the view's place in the
+    graph, but not the matrix's.
+    """
+    base = output._base
+    return base if base is not None and base.numel() == output.numel() and output.is_contiguous() else output
 
 
 def scale_of(losses: Losses, seeded: bool = False, batch_objective: bool = False) -> Tensor:

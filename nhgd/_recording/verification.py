@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from nhgd import _tape as tape
 from nhgd._randomness import generators_restored
 from nhgd._recording.accounting import check_independent, fits
+from nhgd._recording.leaf_call import adds_up, rows_of, summed
 from nhgd._recording.normalisation import held_statistics
 from nhgd._recording.taps import TappedPass, Taps, scale_of
 from nhgd.data.batch import Batch
@@ -33,6 +34,8 @@ class Verification:
 
     Attributes:
         unaccounted: parameters that were met outside their layers.
+        foreign: parameters whose gradient was seen not to be what the scores of their calls add up to.
+        suffices: whether the calls of the last pass gave the gradient of every parameter.
         recorded: weights, with biases, that records held as layers.
         likely: whether the likelihood was compared with the losses.
     """
@@ -40,6 +43,8 @@ class Verification:
     def __init__(self, taps: Taps) -> None:
         self.taps = taps
         self.unaccounted: set[str] = set()
+        self.foreign: set[str] = set()
+        self.suffices = True
         self.recorded: dict[str, str | None] = {}
         self._forms: dict[int, set[str]] = {}  # of verified graphs, with the layers that were not informative there
         self._records = 0
@@ -47,11 +52,17 @@ class Verification:
 
     def memory(self) -> dict[str, Any]:
         """What later records depend on, as plain values."""
-        return {"unaccounted": sorted(self.unaccounted), "layers": dict(self.recorded)}
+        return {
+            "unaccounted": sorted(self.unaccounted),
+            "foreign": sorted(self.foreign),
+            "suffices": self.suffices,
+            "layers": dict(self.recorded),
+        }
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Restore what `memory` returned."""
         self.unaccounted, self.recorded = set(memory["unaccounted"]), dict(memory["layers"])
+        self.foreign, self.suffices = set(memory["foreign"]), bool(memory["suffices"])
 
     def before_record(self) -> None:
         """A record is about to be made."""
@@ -90,13 +101,16 @@ class Verification:
             own: the gradient that the scores are a part of.
             batch: for verification in a separate pass; None: on this pass, whose graph was kept.
         """
-        found.outside_layers |= self._computing_otherwise(found, own)
+        otherwise = self._computing_otherwise(found, own)
         if self.is_due(found):
-            found.outside_layers |= (
+            self.foreign |= (
                 self._verify(found, found.form, found.after_norms)
                 if batch is None
                 else self._verified(batch, found.form)
             )
+        found.outside_layers |= otherwise | self.foreign
+        found.native -= otherwise | self.foreign | self._leaves_computing_otherwise(found, own)
+        self.suffices = found.outside_layers <= found.native
         found.news = not found.outside_layers <= self.unaccounted
         self.unaccounted |= found.outside_layers
 
@@ -116,6 +130,25 @@ class Verification:
             for name in (layer.weight, layer.bias)
             if name is not None
         }
+
+    def _leaves_computing_otherwise(self, found: TappedPass, own: Sequence[Tensor | None]) -> set[str]:
+        """Parameters of modules of unknown code whose gradient is not the sum of the rows of all their calls."""
+        theta, losses = self.taps.problem.theta, found.losses
+        chosen = {n for call in found.leaf_calls if not call.is_known for n in call.names.values()} & found.native
+        if not chosen:
+            return set()
+        gradients = dict(zip(theta.names, own, strict=True))
+        ones = torch.ones_like(losses.values)
+        totals: dict[str, list[Tensor]] = {name: [] for name in chosen}
+        for call, score in zip(found.leaf_calls, found.scores[found.of_leaves], strict=True):
+            names = chosen & set(call.names.values())
+            own_rows = rows_of(call, [score], ones) if names and call.fits(score, len(ones)) else None
+            for name in names:
+                totals[name].append(ones.new_full((1, 1), torch.nan) if own_rows is None else own_rows[name])
+        for name, rows in self.taps.rows_of_layers(found, [found.scores], ones, chosen):
+            totals[name].append(rows)
+        eps = max((torch.finfo(s.dtype).eps for s in found.scores if s is not None), default=0.0)
+        return {n for n, parts in totals.items() if not adds_up(summed(parts), gradients[n], eps)}
 
     def _verified(self, batch: Batch, form: int) -> set[str]:
         """Verify the layers, nearby if the graph has the same form there; parameters that they do not account for."""

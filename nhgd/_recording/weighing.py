@@ -150,17 +150,23 @@ class Weighing:
         gradient.
         """
         samples = found.losses.values.shape[0]
-        if self.recorder.verification.unaccounted or found.seeds is None:
+        if not self.recorder.verification.suffices or found.seeds is None:
             return None
-        for call, score in zip(found.calls, found.scores, strict=True):
+        for call, score in zip(found.calls, found.scores, strict=False):
             lies_first = (
                 call.output_shape[0] == samples and call.input.shape[0] == samples and len(call.output_shape) > 1
             )
             if not lies_first or (score is not None and score.dtype == torch.float16):
                 return None
+        leaves = list(zip(found.leaf_calls, found.scores[found.of_leaves], strict=True))
+        if not all(call.fits(score, samples) for call, score in leaves):
+            return None
         parts = dict(zip(self.problem.theta.names, along, strict=True))
         total = torch.zeros_like(found.seeds)
-        for call, score in zip(found.calls, found.scores, strict=True):
+        for leaf, score in leaves:
+            if score is not None:
+                total = total + leaf.products(score, parts, samples).to(total.dtype)
+        for call, score in zip(found.calls, found.scores, strict=False):
             if score is None:
                 continue
             dtype = torch.promote_types(torch.promote_types(call.input.dtype, score.dtype), torch.float32)
@@ -170,7 +176,7 @@ class Weighing:
                 moved = nn.Conv2d._conv_forward(call.module, a, weight, bias)
             else:
                 moved = F.linear(a, weight, bias)
-            total = total + (moved * score.reshape(call.output_shape)).flatten(1).sum(1).to(total.dtype)
+            total = total + (moved * call.placed(score)).flatten(1).sum(1).to(total.dtype)
         return total / found.seeds
 
     def seeded(self, losses: Losses) -> tuple[Losses, Tensor | None]:
@@ -254,7 +260,7 @@ class CrossTap(Tap):
         suffice.
         """
         self._before = _generators(problem.theta.device)
-        if not self.weighing.recorder.verification.unaccounted:
+        if self.weighing.recorder.verification.suffices:
             self._seen = self._watched(batch, gradient=False)
 
     def multiply(self, problem: Bilevel, batch: Batch, along: Sequence[Tensor], deferred: bool = False) -> None:

@@ -201,6 +201,8 @@ def _put_recorder(loop: Loop, saved: Any) -> None:
 
 _RECORDER = schema.record(
     unaccounted=schema.listing(schema.text),
+    foreign=schema.listing(schema.text),
+    suffices=schema.flag,
     layers=schema.mapping(schema.optional(schema.text)),
     slow=schema.flag,
     empirical=schema.flag,
