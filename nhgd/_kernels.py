@@ -1,4 +1,4 @@
-"""Which kernels modules run on: those that torch can differentiate twice."""
+"""Which kernels modules run on: those that torch can differentiate, once or twice."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import torch
 
 
 @contextmanager
-def twice_differentiable_kernels(recurrent: bool) -> Iterator[None]:
-    """Run compiled modules as plain Python, attention on the math kernel, and `recurrent` layers without cuDNN."""
+def differentiable_kernels(recurrent: bool, twice: bool = True) -> Iterator[None]:
+    """Run compiled modules as plain Python, and `recurrent` layers without cuDNN; if derivatives are taken `twice`,
+    attention on the math kernel.
+    """
     with ExitStack() as stack:
         stack.enter_context(uncompiled())
         if recurrent:
             stack.enter_context(_without_cudnn())
-        stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+        if twice:
+            stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
         yield
 
 

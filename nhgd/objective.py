@@ -169,9 +169,11 @@ class Objective:
         return flag
 
     @contextmanager
-    def drawing(self, live: bool = False) -> Iterator[None]:
-        """The context of one pass, with dropout from the seed. `live`: buffers are updated."""
-        with library_settings(), self.problem.guarded(self.seed or 0, live):
+    def drawing(self, live: bool = False, twice: bool = True) -> Iterator[None]:
+        """The context of one pass, with dropout from the seed. `live`: buffers are updated. `twice`: the pass may be
+        differentiated twice.
+        """
+        with library_settings(), self.problem.guarded(self.seed or 0, live, twice):
             yield
 
     @contextmanager
@@ -257,12 +259,12 @@ class Objective:
     @torch.no_grad()
     def value(self) -> float:
         """The objective alone: no derivative and no count."""
-        with self.drawing():
+        with self.drawing(twice=False):
             return float(self.summed([self.term()])[0])
 
     def gradient(self, calls: OracleCalls | None = None) -> Tensor:
         """Its gradient in theta, (D,)."""
-        with self.drawing(), torch.enable_grad():
+        with self.drawing(twice=False), torch.enable_grad():
             found = torch.autograd.grad(self.term(), self.problem.theta.leaves, allow_unused=True)
         self.count(calls)
         return self.summed([self.problem.theta.flatten(found)])[0]
@@ -344,8 +346,8 @@ class OuterObjective:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """The setting of one pass."""
-        with library_settings(), self.problem.guarded(self.seed):
+        """The setting of one pass, which is differentiated once at most."""
+        with library_settings(), self.problem.guarded(self.seed, twice=False):
             yield
 
     def term(self) -> Tensor:

@@ -157,7 +157,7 @@ class Oracle:
         theta = self.problem.theta
         value = torch.zeros((), dtype=theta.dtype, device=theta.device)
         for objective, share in zip(self.objectives, self.shares, strict=True):
-            with objective.drawing():
+            with objective.drawing(twice=False):
                 value.add_(objective.term(), alpha=share)
         return float(self._sum([value])[0])
 
@@ -171,7 +171,7 @@ class Oracle:
         value = torch.zeros((), dtype=theta.dtype, device=theta.device)
         total = [torch.zeros_like(leaf) for leaf in (*theta.leaves, *v.leaves)]
         for objective, share in zip(self.objectives, self.shares, strict=True):
-            with objective.drawing(), torch.enable_grad():
+            with objective.drawing(twice=False), torch.enable_grad():
                 term = objective.term()
                 found = torch.autograd.grad(term, wrt, allow_unused=True)
             objective.count(self.calls)
@@ -188,7 +188,7 @@ class Oracle:
         theta, v = [leaf.detach() for leaf in self.problem.theta.leaves], self.problem.v.leaves
         total = [torch.zeros_like(leaf) for leaf in v]
         for objective, share in zip(self.objectives, self.shares, strict=True):
-            with objective.drawing(), torch.enable_grad():
+            with objective.drawing(twice=False), torch.enable_grad():
                 term = objective.term(theta)
                 found = torch.autograd.grad(term, v, allow_unused=True) if term.requires_grad else (None,) * len(v)
             objective.count(self.calls)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nhgd import _tape as tape
-from nhgd._kernels import twice_differentiable_kernels
+from nhgd._kernels import differentiable_kernels
 from nhgd._randomness import seeded
 from nhgd._surroundings import user_settings
 from nhgd._validation import shown, validated_but
@@ -239,12 +239,13 @@ class Bilevel:
             self.theta.shards.release(self.theta.names, self.theta.leaves)
 
     @contextmanager
-    def guarded(self, seed: int | None = None, live: bool = False) -> Iterator[None]:
+    def guarded(self, seed: int | None = None, live: bool = False, twice: bool = True) -> Iterator[None]:
         """The context of every pass other than an inner step.
 
         Buffers and training flags stay as they were, unless the pass is `live`: one that is an inner step as well. With a
         seed, dropout is drawn from it and the caller's generators are left alone, so that the same pass can be replayed.
-        Compiled modules run uncompiled; attention and recurrent layers run on kernels that can be differentiated twice.
+        Compiled modules run uncompiled; attention and recurrent layers run on kernels that can be differentiated twice, unless
+        the pass is differentiated once at most and says so.
         """
         with ExitStack() as stack:
             if not live:
@@ -252,8 +253,12 @@ class Bilevel:
                 stack.enter_context(self.v.undisturbed())
             if seed is not None and tape.tape() is None:  # captured steps draw no random numbers
                 stack.enter_context(seeded(seed, self.theta.device))
-            stack.enter_context(twice_differentiable_kernels(self.theta.recurrent or self.v.recurrent))
+            stack.enter_context(self.kernels(twice))
             yield
+
+    def kernels(self, twice: bool = True) -> AbstractContextManager[None]:
+        """A context in which modules run on kernels that can be differentiated, once or twice."""
+        return differentiable_kernels(self.theta.recurrent or self.v.recurrent, twice)
 
     def refuse_inference(self) -> None:
         """Refuse to start in torch's inference mode."""
@@ -288,7 +293,7 @@ class Bilevel:
             bad = first_bad(batch)
             if bad:
                 raise InputError(f"The {name} batch contains nan or inf: {bad}. Remove or impute such samples first.")
-        with self.guarded(seed=0), torch.enable_grad():
+        with self.guarded(seed=0, twice=False), torch.enable_grad():
             losses = self._on("inner", inner_batch, self.losses)
             losses.check_finite()
             self.check_ridge()

@@ -195,8 +195,23 @@ class LayerRecord:
 
 
 @dataclass(frozen=True)
+class FoldedLayer:
+    """What an inverse wants of a layer, made where its score arrived: its inputs and scores are gone.
+
+    `sums` are what its `fold` gave.
+    """
+
+    weight: str
+    bias: str | None
+    sums: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
 class LayerStatistics:
-    """Inputs and scores of every Linear and Conv2d layer, and rows (K B, D_other) of the parameters outside."""
+    """Inputs and scores of every Linear and Conv2d layer, and rows (K B, D_other) of the parameters outside.
+
+    `folded` are layers of which only what the inverse wants of them is left; `layers` is empty then.
+    """
 
     layers: tuple[LayerRecord, ...]
     other_names: tuple[str, ...]
@@ -206,6 +221,7 @@ class LayerStatistics:
     reduction: Reduction | None = field(default=None, repr=False, compare=False)
     # Whether BatchNorm in training mode couples the samples: scores are of the batch objective
     batch_objective: bool = False
+    folded: tuple[FoldedLayer, ...] = ()
 
 
 InnerRecord: TypeAlias = BatchGradient | PerSampleGradients | LayerStatistics

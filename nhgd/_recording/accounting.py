@@ -42,6 +42,11 @@ class LayerCall:
     output_shape: torch.Size
     swapped: bool = field(default=False, kw_only=True)
 
+    def fits_samples(self, samples: int) -> bool:
+        """Whether the samples are the first dimension of input and output."""
+        shape = self.output_shape
+        return len(shape) > 1 and shape[0] == samples and self.input.shape[0] == samples
+
     def placed(self, score: Tensor) -> Tensor:
         """A score of the output, samples first."""
         if not self.swapped:

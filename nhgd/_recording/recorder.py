@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from nhgd import _tape as tape
 from nhgd._recording.accounting import Call, LayerCall, Scores
 from nhgd._recording.fisher_roots import FisherRoots
 from nhgd._recording.leaf_call import LeafCall, rows_of, summed
 from nhgd._recording.normalisation import NormCall, signs, summed_rows
 from nhgd._recording.per_sample import OneSampleGradients
-from nhgd._recording.sampling import Sampling
+from nhgd._recording.sampling import Sampling, counts_of
+from nhgd._recording.streaming import Arrivals, LayerParts, Products, Taker
 from nhgd._recording.taps import TappedPass, Taps, scale_of
 from nhgd._recording.verification import Verification
 from nhgd.data.batch import Batch
@@ -25,7 +28,9 @@ from nhgd.objective import Objective, OracleCalls, Pass, Tap
 from nhgd.problem import Bilevel
 from nhgd.record import (
     BatchGradient,
+    Convolution,
     FisherKind,
+    FoldedLayer,
     InnerRecord,
     InnerStep,
     LayerRecord,
@@ -36,6 +41,8 @@ from nhgd.record import (
 )
 
 SeedRule: TypeAlias = Callable[[Losses], tuple[Losses, Tensor | None]]
+# Of a layer, the weights of the samples, and how many there are
+Fold: TypeAlias = Callable[[LayerRecord, "Tensor | None", int], tuple[Tensor, ...]]
 
 
 class Recorder(Tap):
@@ -86,6 +93,8 @@ class Recorder(Tap):
         self.verification = Verification(self.taps)
         self._others = OneSampleGradients(problem)
         self.sampling: Sampling | None = None  # how much the next record of layers takes; None: everything
+        self.streams = False  # whether records take what they want of layers where the scores arrive
+        self.fold: Fold | None = None  # what the next record keeps of each layer that is taken in full; None: all of it
 
     def memory(self) -> dict[str, Any]:
         """What later records depend on, as plain values."""
@@ -108,11 +117,22 @@ class Recorder(Tap):
         """One forward and one backward pass over a batch, with verification of new layers."""
         return self.watched(batch)
 
-    def watched(self, batch: Batch, weighing: SeedRule | None = None, gradient: bool = True) -> TappedPass:
+    def watched(
+        self,
+        batch: Batch,
+        weighing: SeedRule | None = None,
+        gradient: bool = True,
+        along: Sequence[Tensor] | None = None,
+        recording: bool = True,
+    ) -> TappedPass:
         """The same with seeds: `weighing` turns losses with a graph in v into seeds of the backward pass.
 
         A loss whose seed is not zero has scores that show its gradient, even if its weight is 0. Without `gradient`,
         only the scores are computed, if they suffice.
+
+        Args:
+            along: a vector whose products with the scores are taken where these arrive, if they can be.
+            recording: whether a record will be made of the pass.
         """
         if self.taps.layers:
             self.verification.before_record()
@@ -120,10 +140,65 @@ class Recorder(Tap):
         self.problem.note_weights(found.losses)
         if weighing is not None and not found.batch_objective:
             found.losses, found.seeds = weighing(found.losses)
+        self.verification.verify(found, batch)
         needed = gradient or not found.is_plain
-        self._differentiate(found, gradient and self._needs_graph(found), needed)
-        self.verification.note(found, found.data if found.own is None else found.own, batch)
+        keep = gradient and self._needs_graph(found)
+        self._differentiate(found, keep, needed, self._arrivals(found, needed, along, recording))
+        self.verification.note(found, found.data if found.own is None else found.own)
         return found
+
+    def _arrivals(
+        self, found: TappedPass, gradient: bool, along: Sequence[Tensor] | None, recording: bool
+    ) -> Arrivals | None:
+        """The calls whose scores are used where they arrive in the pass that gives the gradient; None: all are held.
+
+        They are held in steps that are captured, if the code of some module is unknown, if one layer is called several times,
+        and if a record takes whole inputs and scores.
+        """
+        if tape.tape() is not None or not found.is_plain or self._constant(found) is not None:
+            return None
+        samples = len(found.losses.values)
+        if not all(call.fits_samples(samples) for call in found.calls):
+            return None
+        in_calls, takers = list(range(len(found.calls))), list[Taker]()
+        roots = recording and self.roots.likelihood is not None and found.losses.outputs is not None
+        if along is not None:
+            covered = {n for call in found.calls for n in (call.weight, call.bias)} | found.native
+            if found.seeds is None or not covered.issuperset(self.problem.theta.names) or found.batch_objective:
+                return None  # scores do not suffice, or are not those of single losses
+            found.products = Products(found, dict(zip(self.problem.theta.names, along, strict=True)))
+            takers.append(found.products.take)
+        if recording and not roots:
+            scale = scale_of(found.losses, batch_objective=found.batch_objective)
+            parts = self._parts(found, scale)
+            if parts is None:
+                found.products = None
+                return None
+            takers.append(parts.take)
+        if not takers:
+            return None
+        of_leaves = [] if recording else list(range(found.of_leaves.start, len(found.edges)))
+        return Arrivals(found, [*in_calls, *of_leaves], takers, gradient, drop=not roots)
+
+    def _parts(self, found: TappedPass, scale: Tensor) -> LayerParts | None:
+        """What a record takes of each layer where its score arrives; None if that is the whole."""
+        if not self.streams or self.kind != "layer" or (self.sampling is None and self.fold is None):
+            return None
+        names = [call.weight for call in found.calls]
+        if len(set(names)) < len(names):
+            return None
+        apart = self.verification.unaccounted | found.outside_layers
+        accounted = [not apart & {call.weight, call.bias} for call in found.calls]
+        if not all(accounted) and found.native & {n for call in found.calls for n in (call.weight, call.bias)}:
+            return None  # rows of a weight that an embedding shares come from the layer's whole score
+        drawn = None
+        if self.sampling is not None:
+            calls = [call for call, good in zip(found.calls, accounted, strict=True) if good]
+            counts = [counts_of(Convolution.of(call.module), [call.output_shape]) for call in calls]
+            drawn = self.sampling.drawn(len(scale), None, counts)
+        weights = None if found.losses.weights is None else found.losses.weights.detach()
+        found.parts = LayerParts(self.taps, found.calls, accounted, scale, weights, drawn, self.fold)
+        return found.parts
 
     def passed_already(self, losses: Losses, calls: Sequence[Call | NormCall | LeafCall]) -> TappedPass:
         """The same for losses that were computed before, from the calls of layers noted then. Their graph is kept.
@@ -135,24 +210,32 @@ class Recorder(Tap):
             self.verification.before_record()
         found = self.taps.seen(losses, calls, drawn=True)
         self.problem.note_weights(losses)
+        self.verification.verify(found, None)
         self._differentiate(found, keep=True)
-        self.verification.note(found, found.data if found.own is None else found.own, None)
+        self.verification.note(found, found.data if found.own is None else found.own)
         return found
 
-    def _differentiate(self, found: TappedPass, keep: bool, gradient: bool = True) -> None:
+    def _differentiate(
+        self, found: TappedPass, keep: bool, gradient: bool = True, arrivals: Arrivals | None = None
+    ) -> None:
         """The gradient of the mean loss and the scores of the layers, from a single backward pass if possible."""
         value = found.losses.mean()
         leaves, constant = self.problem.theta.leaves, self._constant(found)
-        if found.seeds is not None and not gradient:
-            found.data = [None] * len(leaves)
-            if found.calls:
-                found.scores = torch.autograd.grad(found.losses.values, found.edges, found.seeds, allow_unused=True)
-        elif constant is None:
+        only_scores = found.seeds is not None and not gradient
+        if only_scores or constant is None:
             source = value if found.seeds is None else found.losses.values
-            given = torch.autograd.grad(
-                source, (*leaves, *found.edges), found.seeds, allow_unused=True, retain_graph=keep or None
-            )
-            found.data, found.scores = list(given[: len(leaves)]), given[len(leaves) :]
+            wrt: Sequence[Any] = () if only_scores else leaves
+            found.data = [None] * len(leaves)
+            edges = found.edges if arrivals is None else arrivals.edges
+            given: Sequence[Tensor | None] = ()
+            if wrt or edges:
+                with nullcontext() if arrivals is None else arrivals.awaited():
+                    given = torch.autograd.grad(
+                        source, (*wrt, *edges), found.seeds, allow_unused=True, retain_graph=keep or None
+                    )
+            if wrt:
+                found.data = list(given[: len(leaves)])
+            found.scores = given[len(wrt) :] if arrivals is None else arrivals.kept(given[len(wrt) :])
         else:
             found.data = list(torch.autograd.grad(value, leaves, allow_unused=True, retain_graph=True))
             self._hold_constant(found, constant, keep)
@@ -222,8 +305,13 @@ class Recorder(Tap):
         seeds, columns = self._columns(found, reduction)
         self.batch_objective = found.batch_objective
         scale = scale_of(losses, seeds is not None, found.batch_objective)
-        layers = self.verification.accounted(self.taps.layer_records(found.calls, columns, scale))
-        covered = {name for layer in layers for name in (layer.weight, layer.bias)}
+        folded: list[FoldedLayer] = []
+        if found.parts is None:
+            layers = self.verification.accounted(self.taps.layer_records(found.calls, columns, scale))
+        else:
+            layers, folded = found.parts.layers()
+        known_layers: Sequence[LayerRecord | FoldedLayer] = [*layers, *folded]
+        covered = {name for layer in known_layers for name in (layer.weight, layer.bias)}
         others = tuple(name for name in theta.names if name not in covered)
         rows = None
         if others:
@@ -241,11 +329,13 @@ class Recorder(Tap):
             rows = torch.cat([known[name] for name in others], dim=1)
         weights = None if losses.weights is None else losses.weights.detach()
         if self.kind == "layer":
-            self.verification.check_recorded(layers)
+            self.verification.check_recorded(known_layers)
             whole = LayerStatistics(
-                tuple(layers), others, rows, weights, here, reduction, batch_objective=found.batch_objective
+                tuple(layers), others, rows, weights, here, reduction, found.batch_objective, tuple(folded)
             )
-            return whole if self.sampling is None else self.sampling.of(whole)
+            if found.parts is not None and found.parts.drawn is not None:
+                return found.parts.drawn.rest(whole)
+            return whole if self.sampling is None or folded else self.sampling.of(whole)
         return PerSampleGradients(self._joined(layers, others, rows), here, reduction)
 
     def of_layers(self, seen: Sequence[tuple[LayerCall | NormCall, Tensor]]) -> InnerRecord:
@@ -312,6 +402,16 @@ class Recorder(Tap):
                 if losses.weights is not None:
                     factors = factors * losses.weights.detach().sqrt().to(seeds.dtype)
                 along = seeds * factors.reshape(*factors.shape, *[1] * (seeds.ndim - 2))
+            arrivals = None
+            if reduction is None and len(along) == 1 and found.is_plain and tape.tape() is None:
+                scale = scale_of(losses, True, found.batch_objective)
+                parts = self._parts(found, scale)
+                if parts is not None:
+                    arrivals = Arrivals(found, range(len(found.calls)), [parts.take], all_needed=False)
+            if arrivals is not None:
+                with arrivals.awaited():
+                    given = torch.autograd.grad(outputs, arrivals.edges, along[0], allow_unused=True, retain_graph=True)
+                return seeds, [arrivals.kept(given)]
             return seeds, [
                 torch.autograd.grad(outputs, found.edges, seed, allow_unused=True, retain_graph=True) for seed in along
             ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple, TypeAlias
@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nhgd import _tape as tape
-from nhgd.record import Convolution, LayerRecord, LayerStatistics
+from nhgd.record import Convolution, LayerRecord, LayerStatistics, Reduction
 
-Draw: TypeAlias = Callable[[int, int], Tensor]  # `count` of `total` places for each sample, with replacement
+Counts: TypeAlias = "list[int]"  # places of each call of a layer
 
 
 class Sampling(NamedTuple):
@@ -31,8 +31,14 @@ class Sampling(NamedTuple):
 
     def of(self, record: LayerStatistics) -> LayerStatistics:
         """That much of the record of a batch, or of some samples of one."""
-        reduction = record.reduction
-        total = record.samples if reduction is None else reduction.total(record.samples)
+        counts = [counts_of(layer.convolution, [call[0].shape for call in layer.raw_scores]) for layer in record.layers]
+        drawn = self.drawn(record.samples, record.reduction, counts)
+        thinned = tuple(drawn.layer(layer, i) for i, layer in enumerate(record.layers))
+        return drawn.rest(replace(record, layers=thinned))
+
+    def drawn(self, samples: int, reduction: Reduction | None, counts: Sequence[Counts]) -> Drawn:
+        """Draw for a record of so many samples here, whose layers have so many places."""
+        total = samples if reduction is None else reduction.total(samples)
         generator = torch.Generator()
         wanted = total if self.samples is None else min(self.samples, total)
 
@@ -52,51 +58,70 @@ class Sampling(NamedTuple):
                 before : before + len(rows)
             ]
 
-        if len(rows) == record.samples:
-            return replace(record, layers=tuple(self._layer(layer, None, places) for layer in record.layers))
-        layers = tuple(self._layer(layer, rows, places) for layer in record.layers)
-        others, weights = record.other_rows, record.weights
-        if others is not None:
-            at = rows.to(others.device)
-            others = others.unflatten(0, (-1, record.samples))[:, at].flatten(0, 1)
-        return replace(
-            record,
-            layers=layers,
-            other_rows=others,
-            weights=None if weights is None else weights[rows.to(weights.device)],
-            samples=len(rows),
-            reduction=reduction,
-        )
+        taken: list[list[Tensor] | None] = []
+        for calls in counts:
+            wanted_places = 0 if self.places is None or not calls else -(-self.places // len(calls))
+            # Several calls use the same places; grouped convolutions are rare, and their patches small.
+            if self.places is None or len(set(calls)) != 1 or wanted_places >= calls[0]:
+                taken.append(None)
+            else:
+                taken.append([places(wanted_places, count) for count in calls])
+        return Drawn(None if len(rows) == samples else rows, taken, reduction)
 
-    def _layer(self, layer: LayerRecord, rows: Tensor | None, places: Draw) -> LayerRecord:
+
+class Drawn(NamedTuple):
+    """Which samples a record takes, and which places of each at each call of each layer; None: all of them."""
+
+    rows: Tensor | None
+    places: list[list[Tensor] | None]
+    reduction: Reduction | None
+
+    def layer(self, layer: LayerRecord, position: int) -> LayerRecord:
+        """That much of a layer."""
         inputs, scores, scale = layer.raw_inputs, layer.raw_scores, layer.scale
-        if rows is not None:
-            at = rows.to(scale.device)
+        if self.rows is not None:
+            at = self.rows.to(scale.device)
             inputs, scale = tuple(x[at] for x in inputs), scale[at]
             scores = tuple(tuple(s[at] for s in call) for call in scores)
         layer = replace(layer, raw_inputs=inputs, raw_scores=scores, scale=scale)
-        counts = {_places(layer.convolution, call[0]) for call in scores}
-        # Several calls use the same places; grouped convolutions are rare, and their patches small.
-        if self.places is None or len(counts) != 1 or layer.groups != 1:
-            return layer
-        count = counts.pop()
-        wanted = -(-self.places // len(inputs))
-        if wanted >= count:
+        chosen = self.places[position]
+        if chosen is None:
             return layer
         taken = [
-            _at_places(layer.convolution, x, s, places(wanted, count).to(x.device), count)
-            for x, s in zip(inputs, scores, strict=True)
+            _at_places(layer.convolution, x, s, at.to(x.device), _places(layer.convolution, s[0].shape))
+            for x, s, at in zip(inputs, scores, chosen, strict=True)
         ]
         return replace(
             layer, convolution=None, raw_inputs=tuple(x for x, _ in taken), raw_scores=tuple(s for _, s in taken)
         )
 
+    def rest(self, record: LayerStatistics) -> LayerStatistics:
+        """That much of everything else, given the layers."""
+        if self.rows is None:
+            return record
+        others, weights = record.other_rows, record.weights
+        if others is not None:
+            at = self.rows.to(others.device)
+            others = others.unflatten(0, (-1, record.samples))[:, at].flatten(0, 1)
+        return replace(
+            record,
+            other_rows=others,
+            weights=None if weights is None else weights[self.rows.to(weights.device)],
+            samples=len(self.rows),
+            reduction=self.reduction,
+        )
 
-def _places(convolution: Convolution | None, score: Tensor) -> int:
-    """How many places a call has for each sample."""
-    if convolution is not None:
-        return int(score.shape[2] * score.shape[3])
-    return prod(score.shape[1:-1])
+
+def counts_of(convolution: Convolution | None, shapes: Sequence[torch.Size]) -> Counts:
+    """How many places each call of a layer has, by the shapes of its outputs; none of grouped convolutions."""
+    if convolution is not None and convolution.groups != 1:
+        return []
+    return [_places(convolution, shape) for shape in shapes]
+
+
+def _places(convolution: Convolution | None, shape: torch.Size) -> int:
+    """How many places a call has for each sample, by the shape of its output."""
+    return prod(shape[2:]) if convolution is not None else prod(shape[1:-1])
 
 
 def _at_places(

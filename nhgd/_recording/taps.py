@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,9 @@ from nhgd.losses import Losses
 from nhgd.objective import Pass
 from nhgd.problem import Bilevel
 from nhgd.record import Convolution, LayerRecord
+
+if TYPE_CHECKING:
+    from nhgd._recording.streaming import LayerParts, Products
 
 _PLAIN = nn.Linear(1, 1, device="meta")  # stands for a layer where `F.linear` was called on its own
 
@@ -68,6 +71,8 @@ class TappedPass(Pass):
         scores: of the objective with constant weights, one for each call, then for each of the norms, and of the leaf
             calls.
         seeds: the factors of the losses in the backward pass, if they are not the weights over B.
+        products: of the scores with a vector, if they were taken where the scores arrived.
+        parts: of the layers, likewise.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -83,6 +88,8 @@ class TappedPass(Pass):
     own: list[Tensor | None] | None = None
     scores: Scores = ()
     seeds: Tensor | None = None
+    products: Products | None = None
+    parts: LayerParts | None = None
 
     @property
     def edges(self) -> list[Any]:

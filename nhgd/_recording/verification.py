@@ -20,12 +20,15 @@ from nhgd._recording.accounting import check_independent, fits
 from nhgd._recording.leaf_call import adds_up, rows_of, summed
 from nhgd._recording.normalisation import held_statistics
 from nhgd._recording.taps import TappedPass, Taps, scale_of
-from nhgd.data.batch import Batch
+from nhgd._tree import map_tensors
+from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
 from nhgd.likelihood import AbstractLikelihood
 from nhgd.losses import Losses
-from nhgd.record import LayerRecord
+from nhgd.record import FoldedLayer, LayerRecord
 
+LARGE = 2**24  # numbers that enter and leave the layers in a pass: larger ones are verified on a few samples
+FEW = 4
 FORMS = 16  # of the graph that are verified when they first appear; later ones now and then
 
 
@@ -94,20 +97,24 @@ class Verification:
             return len(self._forms) < FORMS or self._now_and_then
         return bool(self._forms[found.form]) and self._now_and_then
 
-    def note(self, found: TappedPass, own: Sequence[Tensor | None], batch: Batch | None) -> None:
-        """Note the parameters that the layers of a pass do not account for; verify the layers if that is due.
+    def verify(self, found: TappedPass, batch: Batch | None) -> None:
+        """Verify the layers of a pass before its graph is used, if that is due.
 
         Args:
-            own: the gradient that the scores are a part of.
-            batch: for verification in a separate pass; None: on this pass, whose graph was kept.
+            batch: for verification in a separate pass; None: on this pass.
+        """
+        if not self.is_due(found):
+            return
+        here = batch is None
+        wrong = self._verify(found, found.form, found.after_norms) if here else self._verified(batch, found)
+        self.foreign |= wrong
+        found.outside_layers |= wrong
+
+    def note(self, found: TappedPass, own: Sequence[Tensor | None]) -> None:
+        """Note the parameters that the layers of a pass do not account for, given the gradient that the scores are a
+        part of.
         """
         otherwise = self._computing_otherwise(found, own)
-        if self.is_due(found):
-            self.foreign |= (
-                self._verify(found, found.form, found.after_norms)
-                if batch is None
-                else self._verified(batch, found.form)
-            )
         found.outside_layers |= otherwise | self.foreign
         found.native -= otherwise | self.foreign | self._leaves_computing_otherwise(found, own)
         self.suffices = found.outside_layers <= found.native
@@ -150,11 +157,27 @@ class Verification:
         eps = max((torch.finfo(s.dtype).eps for s in found.scores if s is not None), default=0.0)
         return {n for n, parts in totals.items() if not adds_up(summed(parts), gradients[n], eps)}
 
-    def _verified(self, batch: Batch, form: int) -> set[str]:
-        """Verify the layers, nearby if the graph has the same form there; parameters that they do not account for."""
+    def _verified(self, batch: Batch, seen: TappedPass) -> set[str]:
+        """Verify the layers, nearby if the graph has the same form there; parameters that they do not account for.
+
+        Of a large pass, a few samples show as much.
+        """
+        form, samples = seen.form, len(seen.losses.values)
+        size = sum(call.input.numel() + call.output_shape.numel() for call in seen.calls)
+        if size > LARGE and samples > FEW and not seen.batch_objective and common_length(batch) == samples:
+            few = map_tensors(lambda t: t[:FEW] if t.ndim else t, batch)
+            try:
+                return self._verified_on(few, form)
+            except InputError:
+                raise
+            except Exception:  # the user's function may not take so few
+                return self._verified_on(batch, form)
+        return self._verified_on(batch, form)
+
+    def _verified_on(self, batch: Batch, form: int) -> set[str]:
         problem, theta = self.taps.problem, self.taps.problem.theta
         held = held_statistics() if self.taps.norms else nullcontext()
-        with generators_restored(theta.device), problem.guarded(seed=0), held, torch.enable_grad():
+        with generators_restored(theta.device), problem.guarded(seed=0, twice=False), held, torch.enable_grad():
             with theta.nearby():
                 try:
                     found: TappedPass | None = self.taps.forward(batch)
@@ -192,7 +215,7 @@ class Verification:
         """The layers that are all of their parameters' gradients."""
         return [x for x in layers if x.weight not in self.unaccounted and x.bias not in self.unaccounted]
 
-    def check_recorded(self, layers: Sequence[LayerRecord]) -> None:
+    def check_recorded(self, layers: Sequence[LayerRecord | FoldedLayer]) -> None:
         """Refuse a weight that was recorded as a layer and is now used outside of it: such records do not combine."""
         for weight, bias in self.recorded.items():
             if weight in self.unaccounted or bias in self.unaccounted:

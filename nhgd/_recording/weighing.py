@@ -19,8 +19,7 @@ from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from typing_extensions import override
 
@@ -29,6 +28,7 @@ from nhgd._randomness import set_states, states
 from nhgd._recording.accounting import walked
 from nhgd._recording.normalisation import normalises_by_batch
 from nhgd._recording.recorder import Recorder
+from nhgd._recording.streaming import Products
 from nhgd._recording.taps import TappedPass
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
@@ -72,22 +72,27 @@ class Weighing:
         return id(tensor) in self._names or bool(walked((tensor,), (), self._names).uses)
 
     def cross(
-        self, objective: Objective, calls: OracleCalls | None = None
+        self, objective: Objective, calls: OracleCalls | None = None, at_once: bool = True
     ) -> Callable[[Tensor], tuple[list[Tensor], Source]]:
         """The pass over a batch, for the cross derivative, transposed, times any x: one tensor for each leaf of v.
 
-        What is returned, ridge included, is of the theta where the pass was taken; with it, where <s_i, x> came from.
+        What is returned, ridge included, is of the theta where the pass was taken; with it, where <s_i, x> came from. A pass
+        that is not taken `at_once`, but when x is known, holds no scores.
         """
         problem = self.problem
         tap = CrossTap(self, None, recording=False)
         theta = [leaf.detach().clone() for leaf in problem.theta.leaves] if callable(problem.l2) else []
-        with objective.drawing(), torch.enable_grad():
-            tap.look(problem, objective.batch)
-        objective.count(calls)
+        if at_once:
+            with objective.drawing(twice=False), torch.enable_grad():
+                tap.look(problem, objective.batch)
+            objective.count(calls)
 
         def times(x: Tensor) -> tuple[list[Tensor], Source]:
             along = problem.theta.unflatten(x)
-            with objective.drawing(), torch.enable_grad():
+            with objective.drawing(twice=False), torch.enable_grad():
+                if not at_once:
+                    tap.look(problem, objective.batch, along)
+                    objective.count(calls)
                 tap.multiply(problem, objective.batch, along)
                 terms = self.from_graph(objective, along) if tap.terms is None else tap.terms
             found = objective.summed([], [t * objective.share for t in self.filled(terms)])
@@ -100,7 +105,7 @@ class Weighing:
         """The mean over the samples here, without the ridge, by differentiating the gradient; in the setting of a
         pass.
         """
-        with torch.enable_grad(), twice_differentiable():
+        with torch.enable_grad(), self.problem.kernels(), twice_differentiable():
             value, leaves = objective.losses().mean(), self.problem.theta.leaves
             gradient = torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True)
         return list(objective.pull_back(gradient, along, self.problem.v.leaves))
@@ -152,32 +157,19 @@ class Weighing:
         samples = found.losses.values.shape[0]
         if not self.recorder.verification.suffices or found.seeds is None:
             return None
-        for call, score in zip(found.calls, found.scores, strict=False):
-            lies_first = (
-                call.output_shape[0] == samples and call.input.shape[0] == samples and len(call.output_shape) > 1
-            )
-            if not lies_first or (score is not None and score.dtype == torch.float16):
-                return None
-        leaves = list(zip(found.leaf_calls, found.scores[found.of_leaves], strict=True))
+        if found.products is not None:
+            return None if found.products.coarse else found.products.total / found.seeds
+        if not all(call.fits_samples(samples) for call in found.calls):
+            return None
+        leaves = zip(found.leaf_calls, found.scores[found.of_leaves], strict=True)
         if not all(call.fits(score, samples) for call, score in leaves):
             return None
-        parts = dict(zip(self.problem.theta.names, along, strict=True))
-        total = torch.zeros_like(found.seeds)
-        for leaf, score in leaves:
-            if score is not None:
-                total = total + leaf.products(score, parts, samples).to(total.dtype)
-        for call, score in zip(found.calls, found.scores, strict=False):
-            if score is None:
-                continue
-            dtype = torch.promote_types(torch.promote_types(call.input.dtype, score.dtype), torch.float32)
-            weight, bias = parts[call.weight].to(dtype), None if call.bias is None else parts[call.bias].to(dtype)
-            a = call.input.to(dtype)
-            if isinstance(call.module, nn.Conv2d):
-                moved = nn.Conv2d._conv_forward(call.module, a, weight, bias)
-            else:
-                moved = F.linear(a, weight, bias)
-            total = total + (moved * call.placed(score)).flatten(1).sum(1).to(total.dtype)
-        return total / found.seeds
+        products = Products(found, dict(zip(self.problem.theta.names, along, strict=True)))
+        of_norms = range(len(found.edges))[found.of_norms]
+        for i, score in enumerate(found.scores):
+            if score is not None and i not in of_norms:
+                products.take(i, score)
+        return None if products.coarse else products.total / found.seeds
 
     def seeded(self, losses: Losses) -> tuple[Losses, Tensor | None]:
         """Seeds w_i / B of a backward pass that shows the gradient of every sample, if v only weighs samples.
@@ -247,7 +239,7 @@ class CrossTap(Tap):
     def passed(self, problem: Bilevel, batch: Batch) -> Pass:
         """The pass of the recorder; where samples influence each other, and nothing is recorded, a plain one."""
         assert self.along is not None
-        self._seen = self._watched(batch, gradient=True)
+        self._seen = self._watched(batch, gradient=True, along=self.along)
         found: Pass | None = self._seen
         if found is None:
             _draw_from(self._before, problem.theta.device)
@@ -255,13 +247,14 @@ class CrossTap(Tap):
         self.multiply(problem, batch, self.along, deferred=tape.tape() is not None)
         return found
 
-    def look(self, problem: Bilevel, batch: Batch) -> None:
-        """The pass for the cross derivative alone, as far as it needs no vector; none where layers were seen not to
-        suffice.
+    def look(self, problem: Bilevel, batch: Batch, along: Sequence[Tensor] | None = None) -> None:
+        """The pass for the cross derivative alone; none where layers were seen not to suffice.
+
+        Given the vector, nothing is held of the scores.
         """
         self._before = _generators(problem.theta.device)
         if self.weighing.recorder.verification.suffices:
-            self._seen = self._watched(batch, gradient=False)
+            self._seen = self._watched(batch, gradient=False, along=along)
 
     def multiply(self, problem: Bilevel, batch: Batch, along: Sequence[Tensor], deferred: bool = False) -> None:
         """The cross derivative along a vector, from the scores of the pass, or else from one in forward mode.
@@ -286,7 +279,7 @@ class CrossTap(Tap):
             self.terms = self._replayed(problem, batch, along)
             self.source = "graph" if self.terms is None else "forward"
 
-    def _watched(self, batch: Batch, gradient: bool) -> TappedPass | None:
+    def _watched(self, batch: Batch, gradient: bool, along: Sequence[Tensor] | None) -> TappedPass | None:
         """A pass of the recorder; None if that is impossible."""
         recorder, taps = self.weighing.recorder, self.weighing.recorder.taps
         self._before = _generators(self.weighing.problem.theta.device)
@@ -299,7 +292,7 @@ class CrossTap(Tap):
 
         layers, taps.layers = taps.layers, True  # a record of the whole batch does without them
         try:
-            return recorder.watched(batch, seeded, gradient)
+            return recorder.watched(batch, seeded, gradient, along, self.recording)
         except InputError:
             if self.recording:
                 raise

@@ -64,9 +64,9 @@ class DividedObjective(Objective):
 
     @contextmanager
     @override
-    def drawing(self, live: bool = False) -> Iterator[None]:
-        device = self.problem.theta.device
-        with library_settings(), self.shard.drawing(self.seed or 0, device) as seed, self.problem.guarded(seed, live):
+    def drawing(self, live: bool = False, twice: bool = True) -> Iterator[None]:
+        problem, device = self.problem, self.problem.theta.device
+        with library_settings(), self.shard.drawing(self.seed or 0, device) as seed, problem.guarded(seed, live, twice):
             yield
 
     @contextmanager
@@ -133,8 +133,8 @@ class DividedOuterObjective(OuterObjective):
     @contextmanager
     @override
     def drawing(self) -> Iterator[None]:
-        device = self.problem.theta.device
-        with library_settings(), self.shard.drawing(self.seed, device) as seed, self.problem.guarded(seed):
+        problem, device = self.problem, self.problem.theta.device
+        with library_settings(), self.shard.drawing(self.seed, device) as seed, problem.guarded(seed, twice=False):
             yield
 
     @override

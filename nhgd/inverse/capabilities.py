@@ -13,6 +13,7 @@ from torch import Tensor
 from nhgd._recording.sampling import Sampling
 from nhgd.inverse.base import AbstractInverse, Iterative, Learned
 from nhgd.oracle import Oracle
+from nhgd.record import LayerRecord
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
@@ -127,6 +128,15 @@ class TakesSamples(Protocol):
 
 
 @runtime_checkable
+class FoldsLayers(Protocol):
+    """A learned inverse that needs a layer of a record for a moment alone."""
+
+    def fold(self, layer: LayerRecord, weights: Tensor | None, samples: int) -> tuple[Tensor, ...]:
+        """What it wants of a layer, of samples with these weights, (B,)."""
+        ...
+
+
+@runtime_checkable
 class Couples(Protocol):
     """A learned inverse that knows which rows of a record it multiplies."""
 
@@ -211,6 +221,11 @@ def needs_record(learner: Learned[Any], step: int) -> bool:
 def sampling(learner: Learned[Any], step: int) -> Sampling | None:
     """How much of this inner step's record is taken, if it holds layers; None: everything."""
     return learner.sampling(step) if isinstance(learner, TakesSamples) else None
+
+
+def fold(learner: Learned[Any]) -> Callable[[LayerRecord, Tensor | None, int], tuple[Tensor, ...]] | None:
+    """What a learner makes of a layer where its score arrives; None: it needs whole records."""
+    return learner.fold if isinstance(learner, FoldsLayers) else None
 
 
 def couples(learner: Learned[Any]) -> bool:

@@ -23,7 +23,7 @@ from nhgd.inverse._learned.statistics import (
     step_of_mean,
 )
 from nhgd.inverse.base import SolveStats
-from nhgd.record import FisherKind, InnerRecord, LayerStatistics, batch_mean, batch_samples
+from nhgd.record import FisherKind, InnerRecord, LayerRecord, LayerStatistics, batch_mean, batch_samples
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
@@ -112,6 +112,12 @@ class FisherDiagonal(LayerMeans[FisherDiagonalState]):
         )
 
     @torch.no_grad()
+    def fold(self, layer: LayerRecord, weights: Tensor | None, samples: int) -> tuple[Tensor]:
+        """What it wants of a layer of a batch: the sums of its squared gradients, (G, out, in)."""
+        dtype = self.dtype or layer.dtype
+        return (second_moments(layer.inputs.to(dtype), layer.scores.to(dtype)),)
+
+    @torch.no_grad()
     @override
     def observe(self, state: FisherDiagonalState, record: InnerRecord) -> FisherDiagonalState:
         """Fold the batch into the running mean; the state that was given stays as it was."""
@@ -123,12 +129,14 @@ class FisherDiagonal(LayerMeans[FisherDiagonalState]):
                 record.samples or 1
             )
 
-        for layer in record.layers:
-            squares = second_moments(layer.inputs.to(batch.dtype), layer.scores.to(batch.dtype))  # (G, out, in)
-            if layer.bias is not None:
-                put(layer.bias, squares[..., -1])
-                squares = squares[..., :-1]
-            put(layer.weight, squares)
+        sums = [(layer.weight, layer.bias, self.fold(layer, None, record.samples)) for layer in record.layers]
+        for weight, bias, (squares,) in [
+            *sums,
+            *((folded.weight, folded.bias, folded.sums) for folded in record.folded),
+        ]:
+            if bias is not None:
+                put(bias, squares[..., -1])
+            put(weight, squares if bias is None else squares[..., :-1])
         if record.other_rows is not None:
             squares = record.other_rows.to(batch.dtype).square().sum(0)
             sizes = [state.sizes[name] for name in record.other_names]

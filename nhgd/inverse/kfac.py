@@ -18,7 +18,7 @@ from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.layer_ridge import LayerRidge, Uneven
 from nhgd.inverse._learned.matrix_products import matrix_solver
 from nhgd.inverse._learned.statistics import check_invertible
-from nhgd.record import LayerStatistics, Pool, pool_of
+from nhgd.record import LayerRecord, LayerStatistics, Pool, pool_of
 
 KFACSolver = Literal["eigen", "cholesky", "products"]
 
@@ -108,6 +108,11 @@ class KFAC(AbstractKronecker[KroneckerState]):
 
     def _empty(self, starts: dict[str, int], sizes: dict[str, int]) -> KroneckerState:
         return KroneckerState(starts, sizes)
+
+    @torch.no_grad()
+    def fold(self, layer: LayerRecord, weights: Tensor | None, samples: int) -> tuple[Tensor, ...]:
+        """What it wants of a layer of a batch: its factors."""
+        return self._factors(layer, weights, samples)
 
     def _refreshed(
         self, before: KroneckerState, state: KroneckerState, record: LayerStatistics, rate: float

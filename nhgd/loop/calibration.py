@@ -49,7 +49,7 @@ def calibrate(loop: Loop, steps: int | None = None) -> None:
     if loop.repeats:
         prices = replace(prices, call=REPEATED_CALL)
     count = loop.settings.inner_steps if steps is None else steps
-    with problem.guarded(seed=0):
+    with problem.guarded(seed=0, twice=False):
         with Priced(prices) as found:
             Objective(problem, batch).step()
         samples = common_length(batch) or problem.losses(batch).values.numel()

@@ -30,7 +30,7 @@ from nhgd.errors import InputError, NonFiniteError
 from nhgd.execution.base import AbstractExecutor, SupportsOverlap
 from nhgd.hypergradients.implicit import SolveWarnings
 from nhgd.inverse.base import AbstractInverse
-from nhgd.inverse.capabilities import couples, needs_record, sampling
+from nhgd.inverse.capabilities import couples, fold, needs_record, sampling
 from nhgd.loop.horizon import Horizon
 from nhgd.loop.mover import Mover
 from nhgd.loop.projection import project
@@ -183,7 +183,9 @@ class Loop:
     def plain_cross(self, at: Oracle) -> Product:
         """As `Oracle.cross`, by plain passes; that over a single batch is taken here and now."""
         total = [torch.zeros_like(leaf) for leaf in self.problem.v.leaves]
-        passes = [partial(self.weighing.cross, objective, self.calls) for objective in at.objectives]
+        # Where curvature is waited for meanwhile, the pass is taken before; else it can use x as scores arrive.
+        early = isinstance(self.executor, SupportsOverlap) or tape.tape() is not None
+        passes = [partial(self.weighing.cross, objective, self.calls, early) for objective in at.objectives]
         first = passes[0]() if len(passes) == 1 else None
 
         def times(x: Tensor) -> list[Tensor]:
@@ -239,6 +241,8 @@ class Loop:
         recorder = self._recording if wanted else None
         if recorder is not None and learner is not None:
             recorder.sampling = None if always else sampling(learner, self._total)
+            recorder.streams = self.executor.background is False and self.division.workers == 1
+            recorder.fold = fold(learner) if recorder.streams else None
         if cross is None:
             found = objective.step(NO_TAP if recorder is None else recorder, self.calls)
         else:

@@ -26,6 +26,7 @@ from nhgd.inverse._learned.statistics import check_statistics, merge, statistics
 from nhgd.inverse.base import POOR, SolveStats
 from nhgd.record import (
     FisherKind,
+    FoldedLayer,
     InnerRecord,
     LayerRecord,
     LayerStatistics,
@@ -104,7 +105,8 @@ class AbstractKronecker(LayerMeans[T]):
     def observe(self, state: T, record: InnerRecord, ready: BatchStatistics | None = None) -> T:
         """Fold the batch, or its statistics if they are ready, into the running means; the given state is unchanged."""
         assert isinstance(record, LayerStatistics)
-        if not record.layers and not state.inputs:
+        known: list[LayerRecord | FoldedLayer] = [*record.layers, *record.folded]
+        if not known and not state.inputs:
             raise InputError(
                 f"{type(self).__name__} works on the inputs and scores of Linear and Conv2d layers, and no such layer"
                 " holds a parameter of theta. Use fisher_window, which supports any model, or fisher_diagonal."
@@ -122,7 +124,7 @@ class AbstractKronecker(LayerMeans[T]):
             inputs=merge(state.inputs, inputs, rate),
             scores=merge(state.scores, scores, rate),
             weights=merge(state.weights, weights, rate),
-            biases=state.biases | {l.weight: state.starts[l.bias] for l in record.layers if l.bias is not None},
+            biases=state.biases | {l.weight: state.starts[l.bias] for l in known if l.bias is not None},
         )
         # A layer that a batch does not call is among its other parameters, with gradients of zero.
         covered = {*new.inputs, *(name for name, at in new.starts.items() if at in new.biases.values())}
@@ -147,7 +149,8 @@ class AbstractKronecker(LayerMeans[T]):
 
         Of the state only the sizes of theta's leaves are used, so that this can be captured once and replayed.
         """
-        layers: dict[str, tuple[Tensor, ...]] = {layer.weight: self._factors(layer, record) for layer in record.layers}
+        layers: dict[str, tuple[Tensor, ...]] = {folded.weight: folded.sums for folded in record.folded}
+        layers |= {layer.weight: self._factors(layer, record.weights, record.samples) for layer in record.layers}
         blocks = self._blocks(state, record)
         if record.reduction is None:
             return BatchStatistics(layers, blocks)
@@ -175,14 +178,14 @@ class AbstractKronecker(LayerMeans[T]):
     def _precision(self, tensor: Tensor) -> torch.dtype:
         return self.dtype or torch.promote_types(tensor.dtype, torch.float32)
 
-    def _factors(self, layer: LayerRecord, record: LayerStatistics) -> tuple[Tensor, Tensor, Tensor]:
+    def _factors(self, layer: LayerRecord, weights: Tensor | None, samples: int) -> tuple[Tensor, Tensor, Tensor]:
         """This batch's A, its G times the mean weight, and the mean weight."""
         a = layer.inputs.to(self._precision(layer.inputs))  # (B, T, G, in)
         g = layer.scores.to(self._precision(layer.scores))  # (K, B, T, G, out)
         weight = torch.ones((), dtype=a.dtype, device=a.device)
-        places, samples = a.shape[1], record.samples or 1  # a worker's part may hold no sample of those that were drawn
-        if record.weights is not None:
-            w = record.weights.to(a.dtype)
+        places, samples = a.shape[1], samples or 1  # a worker's part may hold no sample of those that were drawn
+        if weights is not None:
+            w = weights.to(a.dtype)
             a, weight = a * w.sqrt()[:, None, None, None], w.mean() if len(w) else w.sum()
         a, g = a.flatten(0, 1).transpose(0, 1), g.flatten(0, 2).transpose(0, 1)  # (G, BT, in), (G, KBT, out)
         return (a.mT @ a).div_(samples * places), (g.mT @ g).div_(samples), weight

@@ -1,0 +1,198 @@
+"""Scores that are used where they arrive in the backward pass, and dropped: nothing is held for the whole model.
+
+A function in front of each layer's node of the graph sees the score of every sample just before the layer's own backward pass
+runs, while its input is there anyway. What is wanted of the two is made then and there: a part of a record, and the part of
+<s_i, x> that belongs to the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nhgd._recording.accounting import Call, LayerCall
+from nhgd._recording.leaf_call import LeafCall
+from nhgd._recording.sampling import Drawn
+from nhgd._recording.taps import TappedPass, Taps
+from nhgd.record import FoldedLayer, LayerRecord
+
+Taken = LayerRecord | FoldedLayer
+Taker = Callable[[int, Tensor], None]  # of the score of a call, by its number
+CHUNK = 2**24  # numbers of an output that are multiplied with its score at a time
+
+
+class Products:
+    """<s_i, x> times the seeds, (B,), added up over calls.
+
+    Args:
+        found: the pass.
+        along: x, one part for each parameter by name.
+    """
+
+    def __init__(self, found: TappedPass, along: Mapping[str, Tensor]) -> None:
+        self.found = found
+        self.along = along
+        self.total = torch.zeros_like(found.losses.values)
+        self.coarse = False  # whether a score was of float16, in which the least seeds vanish
+
+    def take(self, position: int, score: Tensor) -> None:
+        """Add the part of one call."""
+        found, samples = self.found, len(self.total)
+        self.coarse |= score.dtype is torch.float16
+        if position < len(found.calls):
+            part = product(found.calls[position], score, self.along)
+        else:
+            call = found.leaf_calls[position - found.of_leaves.start]
+            part = call.products(score, self.along, samples)
+        self.total += part.to(self.total.dtype)
+
+
+class LayerParts:
+    """What a record takes of each layer: a few samples and places, or what an inverse's `fold` makes of all.
+
+    Args:
+        accounted: whether each call is all of its weight's and bias's gradient; others are not taken.
+        scale: what turns a score of the pass into sqrt(w_i) times a score, (B,).
+        drawn: which samples and places; None: all, and `fold` says what is kept.
+    """
+
+    def __init__(
+        self,
+        taps: Taps,
+        calls: Sequence[Call],
+        accounted: Sequence[bool],
+        scale: Tensor,
+        weights: Tensor | None,
+        drawn: Drawn | None,
+        fold: Callable[[LayerRecord, Tensor | None, int], tuple[Tensor, ...]] | None,
+    ) -> None:
+        self.taps, self.calls, self.scale, self.weights = taps, calls, scale, weights
+        self.drawn, self.fold = drawn, fold
+        chosen = [i for i, good in enumerate(accounted) if good]
+        self._numbers = {position: number for number, position in enumerate(chosen)}
+        self._taken: dict[int, Taken] = {}
+
+    def take(self, position: int, score: Tensor | None) -> None:
+        """Take the part of one call."""
+        if position not in self._numbers:
+            return
+        (layer,) = self.taps.layer_records([self.calls[position]], [[score]], self.scale)
+        if self.drawn is not None:
+            found: Taken = self.drawn.layer(layer, self._numbers[position])
+        else:
+            assert self.fold is not None
+            found = FoldedLayer(layer.weight, layer.bias, self.fold(layer, self.weights, len(self.scale)))
+        self._taken[position] = found
+
+    def layers(self) -> tuple[list[LayerRecord], list[FoldedLayer]]:
+        """The layers in the order of their calls, whole or folded. A score that did not come is 0."""
+        for position in self._numbers:
+            if position not in self._taken:
+                self.take(position, None)
+        found = [self._taken[position] for position in self._numbers]
+        whole = [layer for layer in found if isinstance(layer, LayerRecord)]
+        return whole, [layer for layer in found if isinstance(layer, FoldedLayer)]
+
+
+def product(call: LayerCall, score: Tensor, along: Mapping[str, Tensor]) -> Tensor:
+    """sum_t <score_it, X a_it + x_b> of every sample, (B,), for a layer.
+
+    Outputs and scores of few digits, as under autocast, are multiplied with X in as few, on the units made for that; the sum is
+    at least of float32.
+    """
+    a, given = call.input, call.placed(score)
+    wide = torch.promote_types(torch.promote_types(a.dtype, given.dtype), torch.float32)
+    dtype = given.dtype if given.dtype is torch.bfloat16 else wide
+    weight, bias = along[call.weight].to(dtype), None if call.bias is None else along[call.bias].to(dtype)
+    each = max(1, CHUNK // max(1, given[:1].numel()))
+    found = []
+    for some in range(0, len(given), each):
+        x, g = a[some : some + each].to(dtype), given[some : some + each]
+        if isinstance(call.module, nn.Conv2d):
+            moved = nn.Conv2d._conv_forward(call.module, x, weight, bias)
+        else:
+            moved = F.linear(x, weight, bias)
+        found.append((moved.to(wide) * g).flatten(1).sum(1))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+class Arrivals:
+    """The calls of a pass whose scores are used where they arrive.
+
+    Args:
+        found: the pass.
+        positions: of these calls among all places of the pass.
+        takers: what uses each score, in order.
+        all_needed: whether the gradient of every parameter is taken, so that the node of each of these calls runs.
+        drop: whether inputs are dropped with their scores.
+    """
+
+    def __init__(
+        self,
+        found: TappedPass,
+        positions: Sequence[int],
+        takers: Sequence[Taker],
+        all_needed: bool = True,
+        drop: bool = True,
+    ) -> None:
+        self.found = found
+        self.takers = takers
+        self.drop = drop
+        self.positions = set(positions)
+        places = [*found.calls, *found.norms, *found.leaf_calls]
+        # The node of a call whose input has no graph runs for its parameters alone.
+        first = {i for i in self.positions if not all_needed and not _has_source(places[i])}
+        self.asked = [i for i in range(len(places)) if i not in self.positions or i in first]
+        self._hooked = self.positions - first
+
+    @property
+    def edges(self) -> list[torch.autograd.graph.GradientEdge]:
+        """The edges whose scores are asked for and kept."""
+        every = self.found.edges
+        return [every[i] for i in self.asked]
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Inside, scores that arrive are used."""
+        edges, handles = self.found.edges, []
+        for i in sorted(self._hooked):
+            handles.append(edges[i].node.register_prehook(partial(self._arrive, i, edges[i].output_nr)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _arrive(self, position: int, output: int, scores: Sequence[Tensor | None]) -> None:
+        score = scores[output]
+        if score is not None:
+            self._use(position, score)
+
+    def _use(self, position: int, score: Tensor) -> None:
+        with torch.no_grad():
+            for take in self.takers:
+                take(position, score.detach())
+        if self.drop and position < len(self.found.calls):
+            call = self.found.calls[position]
+            call.input = call.input.new_empty(0)
+
+    def kept(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The scores of all places, None for those that were used; the ones asked for are given."""
+        scores: list[Tensor | None] = [None] * len(self.found.edges)
+        for i, score in zip(self.asked, given, strict=True):
+            if i not in self.positions:
+                scores[i] = score
+            elif score is not None:
+                self._use(i, score)
+        return scores
+
+
+def _has_source(call: object) -> bool:
+    if isinstance(call, LeafCall):
+        return any(source is not None for source in call.sources)
+    return getattr(call, "source", None) is not None

@@ -1,0 +1,188 @@
+"""Scores that are used where they arrive: the same records and cross derivatives as from held ones, in less memory."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import nhgd
+from nhgd._recording.recorder import Recorder
+from nhgd._recording.sampling import Sampling
+from nhgd._recording.streaming import Arrivals
+from nhgd._recording.weighing import Weighing
+from nhgd.inverse import EKFAC, KFAC, FisherDiagonal, capabilities
+from nhgd.objective import Objective
+from tests.test_leaf_calls import IDS, NETS, Sequential, Tokens, made
+
+NAMES = ["LayerNorm", "Embedding", "TransformerEncoderLayer", "Conv1d", "checkpointed", "LoRA of layers"]
+NAMES += ["attention with keys of another width", "places of every sample", "RMSNorm"]
+CONV = "convolution"
+NETS[CONV] = (lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(True), nn.Flatten(), nn.Linear(8, 3)), (5, 1, 3, 3))
+NORMED = "batch norm"
+NETS[NORMED] = (
+    lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.ReLU(True), nn.Flatten(), nn.Linear(8, 3)),
+    (5, 1, 3, 3),
+)
+
+
+def records(name: str, inverse: Any, sampling: Sampling | None, streams: bool, likelihood: str | None = None) -> Any:
+    problem, batch = made(name, likelihood)
+    recorder = Recorder(problem, "layer", inverse.fisher, couples=False)
+    found = []
+    for _ in range(2):
+        recorder.sampling, recorder.streams = sampling, streams
+        recorder.fold = capabilities.fold(inverse) if streams else None
+        found.append(recorder.step(batch))
+    return problem, found
+
+
+@pytest.mark.parametrize("name", [*NAMES, CONV, NORMED])
+@pytest.mark.parametrize("inverse", [KFAC(), KFAC(fisher="sampled"), FisherDiagonal(), EKFAC()], ids=repr)
+@pytest.mark.parametrize("sampling", [None, Sampling(3, 2, 7), Sampling(None, 1, 7)], ids=["all", "some", "places"])
+def test_streamed_statistics_equal_held_ones(name: str, inverse: Any, sampling: Any) -> None:
+    states, gradients = [], []
+    for streams in (False, True):
+        torch.manual_seed(3)
+        problem, steps = records(name, inverse, sampling, streams, "categorical")
+        state = inverse.init(problem.theta)
+        for step in steps:
+            state = inverse.observe(state, step.record)
+        states.append(state.tensors())
+        gradients.append(steps[1].gradient)
+        whole = name == NORMED and inverse.fisher == "empirical"  # scores of roots of weights take another pass
+        if streams and sampling is None and inverse.name == "kfac" and not whole:
+            assert steps[1].record.folded
+            assert not steps[1].record.layers
+    assert states[0].keys() == states[1].keys()
+    for path, held in states[0].items():
+        if "vectors" not in path:  # whose signs are free
+            torch.testing.assert_close(states[1][path], held, rtol=1e-9, atol=1e-12)
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "tied", CONV])
+def test_a_streamed_cross_derivative_equals_a_held_one(name: str) -> None:
+    problem, batch = made(name)
+    x = torch.randn(problem.theta.numel, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    found = [Weighing(problem).cross(Objective(problem, batch, 0), at_once=early)(x) for early in (True, False)]
+    assert [source for _, source in found] == ["scores", "scores"]
+    for a, b in zip(found[0][0], found[1][0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+class Alive(TorchDispatchMode):
+    """The bytes of all tensors that are alive, made inside, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.peak = 0, 0
+        self.seen: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self.seen:
+                    self.seen[key] = weakref.finalize(storage, self._gone, key, size)
+                    self.now += size
+                    self.peak = max(self.peak, self.now)
+        return result
+
+    def _gone(self, key: int, size: int) -> None:
+        self.seen.pop(key, None)
+        self.now -= size
+
+
+def deep() -> tuple[nhgd.Bilevel, Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh())])
+    x = torch.randn(256, 4, 32)
+
+    def inner(net: Any, v: Tensor, batch: Any) -> nhgd.Losses:
+        return nhgd.Losses((net(batch[0]) - 1).square().mean((1, 2)), v[batch[1]])
+
+    problem = nhgd.Bilevel(inner, lambda net, v, batch: net(batch[0]).sum(), net, torch.rand(256), 0.01)
+    return problem, (x, torch.arange(256))
+
+
+def peak(work: Any) -> int:
+    work()  # layers are verified the first time
+    with Alive() as alive:
+        work()
+    return alive.peak
+
+
+def test_nothing_is_held_for_the_whole_model() -> None:
+    """The score of every layer is as large as its input: held, they would double what a plain step needs."""
+    problem, batch = deep()
+    plain = peak(lambda: Objective(problem, batch).step())
+    found = {}
+    for streams in (False, True):
+        recorder = Recorder(problem, "layer", couples=False)
+        recorder.streams, recorder.fold = streams, KFAC().fold if streams else None
+        found[streams] = peak(lambda recorder=recorder: recorder.step(batch))
+    scores = 12 * 256 * 4 * 32 * 4
+    assert found[True] < plain + scores / 2
+    assert found[False] > found[True] + scores / 2
+
+
+def test_a_cross_derivative_holds_no_scores() -> None:
+    problem, batch = deep()
+    x = torch.randn(problem.theta.numel)
+    found = {}
+    for early in (True, False):
+        weighing = Weighing(problem)
+        found[early] = peak(lambda w=weighing, e=early: w.cross(Objective(problem, batch, 0), at_once=e)(x))
+    plain = peak(lambda: Objective(problem, batch).step())
+    scores = 12 * 256 * 4 * 32 * 4
+    assert found[False] < plain + scores / 4
+    assert found[True] > found[False] + scores / 2
+
+
+def test_a_layer_of_unknown_code_is_held() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    NETS["scaled"] = (lambda: Sequential(Scaled(4, 4)), (5, 3, 4))
+    try:
+        problem, batch = made("scaled")
+    finally:
+        del NETS["scaled"]
+    recorder = Recorder(problem, "layer", couples=False)
+    recorder.streams, recorder.fold = True, KFAC().fold
+    record: Any = recorder.step(batch).record
+    assert not record.folded
+    assert [layer.weight for layer in record.layers] == ["head.weight"]
+
+
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")
+def test_a_run_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[int] = []
+    use = Arrivals._use
+    monkeypatch.setattr(Arrivals, "_use", lambda self, i, s: (used.append(i), use(self, i, s))[1])
+    torch.manual_seed(0)
+    net = Tokens().double()
+    y = torch.arange(5) % 3
+
+    def inner(net: Any, v: Tensor, batch: Any) -> nhgd.Losses:
+        return nhgd.Losses(F.cross_entropy(net(batch[0]), batch[1], reduction="none"), v[batch[2]].sigmoid())
+
+    def outer(net: Any, v: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(net(batch[0]), batch[1])
+
+    problem = nhgd.Bilevel(inner, outer, net, torch.zeros(5).double(), 0.01)
+    solver = nhgd.Solver(problem, [(IDS, y, torch.arange(5))], [(IDS, y)], inner_steps=2)
+    solver.run(steps=2)
+    assert used
+    assert bool(problem.v.given.ne(0).all())
