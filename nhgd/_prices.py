@@ -32,6 +32,7 @@ class Prices:
         call: of one operation from Python, whatever it does.
         eigh, eigh_square: of an eigendecomposition, by the cube and by the square of its rows.
         cholesky: of a factorisation, by the cube of its rows.
+        half: how much of the time of a multiplication one of bfloat16 or float16 takes.
     """
 
     multiplication: float
@@ -41,6 +42,7 @@ class Prices:
     eigh: float
     eigh_square: float
     cholesky: float
+    half: float = 1.0
 
     def of(self, operations: Sequence[Operation], gradient: float) -> float:
         """Seconds of all operations, given those of an inner gradient."""
@@ -64,7 +66,7 @@ class Prices:
 
 PRICES = {
     "cpu": Prices(2.4e-11, 20.0, 1.2e-10, 1.2e-5, 9e-11, 2.2e-8, 9e-12),
-    "cuda": Prices(1e-13, 40.0, 2e-12, 2e-5, 1e-12, 8e-9, 1.5e-13),
+    "cuda": Prices(1e-13, 40.0, 2e-12, 2e-5, 1e-12, 8e-9, 1.5e-13, half=0.1),
 }
 
 
@@ -98,7 +100,10 @@ class Priced(TorchDispatchMode):
             if formula is not None:
                 smallest = _smallest([tuple(t.shape) for t in given])
                 flops = float(formula(*args, **kwargs, out_val=result))
-                self.seconds += prices.multiplication * flops / 2 * (1 + prices.thin / smallest)
+                each = prices.multiplication
+                if max((t.dtype.itemsize for t in given if t.is_floating_point()), default=4) < 4:
+                    each *= prices.half
+                self.seconds += each * flops / 2 * (1 + prices.thin / smallest)
             self.seconds += prices.number * numbers
         return result
 

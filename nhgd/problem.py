@@ -22,6 +22,7 @@ from nhgd import _tape as tape
 from nhgd._kernels import differentiable_kernels
 from nhgd._randomness import seeded
 from nhgd._surroundings import user_settings
+from nhgd._tree import map_tensors
 from nhgd._validation import shown, validated_but
 from nhgd.data.batch import Batch, common_length, first_bad, lengths
 from nhgd.errors import InputError
@@ -32,6 +33,10 @@ from nhgd.schedule import Learnt
 from nhgd.variable import Given, Variable
 
 LARGEST = sys.float_info.max
+# Parameters beyond which what a pass shows of the model, or of curvature now and then, is asked of a few samples: there a pass
+# over a batch costs more than all that is around it, and a second derivative of it more memory than the inner steps.
+LARGE = 2**20
+FEW = 4
 Gradients: TypeAlias = "Sequence[Tensor | None]"
 
 
@@ -259,6 +264,14 @@ class Bilevel:
     def kernels(self, twice: bool = True) -> AbstractContextManager[None]:
         """A context in which modules run on kernels that can be differentiated, once or twice."""
         return differentiable_kernels(self.theta.recurrent or self.v.recurrent, twice)
+
+    def few(self, batch: Batch, count: int = FEW) -> Batch | None:
+        """A few samples of a batch for a large model; None where the whole batch is to be used."""
+        samples = common_length(batch)
+        if self.theta.numel <= LARGE or samples is None or samples <= 2 * count:
+            return None
+        few: Batch = map_tensors(lambda t: t[:count] if t.ndim else t, batch)
+        return few
 
     def refuse_inference(self) -> None:
         """Refuse to start in torch's inference mode."""

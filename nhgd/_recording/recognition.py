@@ -46,6 +46,9 @@ def recognise(weighing: Weighing, objective: Objective, in_step: bool) -> Recogn
     """
     theta, objective = weighing.problem.theta, copy(objective)
     objective.seed = 0
+    few = weighing.problem.few(objective.batch) if type(objective) is Objective else None
+    if few is not None:
+        objective = Objective(weighing.problem, few, 0)
     with generators_restored(theta.device), weighing.problem.guarded(seed=0), torch.enable_grad():
         with theta.nearby():
             try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -145,8 +146,9 @@ class Arrivals:
         self.drop = drop
         self.positions = set(positions)
         places = [*found.calls, *found.norms, *found.leaf_calls]
-        # The node of a call whose input has no graph runs for its parameters alone.
-        first = {i for i in self.positions if not all_needed and not _has_source(places[i])}
+        # The node of a call that no other call comes before runs for its parameters alone.
+        known = set() if all_needed else {edge.node for edge in found.edges}
+        first = {i for i in self.positions if not all_needed and not _leads_on(places[i], known)}
         self.asked = [i for i in range(len(places)) if i not in self.positions or i in first]
         self._hooked = self.positions - first
 
@@ -192,7 +194,16 @@ class Arrivals:
         return scores
 
 
-def _has_source(call: object) -> bool:
-    if isinstance(call, LeafCall):
-        return any(source is not None for source in call.sources)
-    return getattr(call, "source", None) is not None
+def _leads_on(call: object, known: set[Any]) -> bool:
+    """Whether the graph of what a call was given reaches another call, which a backward pass has then to get to."""
+    sources = call.sources if isinstance(call, LeafCall) else (getattr(call, "source", None),)
+    waiting: list[Any] = [source.node for source in sources if source is not None]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in known:
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(child for child, _ in node.next_functions if child is not None)
+    return False

@@ -20,15 +20,12 @@ from nhgd._recording.accounting import check_independent, fits
 from nhgd._recording.leaf_call import adds_up, rows_of, summed
 from nhgd._recording.normalisation import held_statistics
 from nhgd._recording.taps import TappedPass, Taps, scale_of
-from nhgd._tree import map_tensors
-from nhgd.data.batch import Batch, common_length
+from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.likelihood import AbstractLikelihood
 from nhgd.losses import Losses
 from nhgd.record import FoldedLayer, LayerRecord
 
-LARGE = 2**24  # numbers that enter and leave the layers in a pass: larger ones are verified on a few samples
-FEW = 4
 FORMS = 16  # of the graph that are verified when they first appear; later ones now and then
 
 
@@ -160,19 +157,17 @@ class Verification:
     def _verified(self, batch: Batch, seen: TappedPass) -> set[str]:
         """Verify the layers, nearby if the graph has the same form there; parameters that they do not account for.
 
-        Of a large pass, a few samples show as much.
+        Of a large model, a few samples show as much.
         """
-        form, samples = seen.form, len(seen.losses.values)
-        size = sum(call.input.numel() + call.output_shape.numel() for call in seen.calls)
-        if size > LARGE and samples > FEW and not seen.batch_objective and common_length(batch) == samples:
-            few = map_tensors(lambda t: t[:FEW] if t.ndim else t, batch)
+        few = None if seen.batch_objective else self.taps.problem.few(batch)
+        if few is not None:
             try:
-                return self._verified_on(few, form)
+                return self._verified_on(few, seen.form)
             except InputError:
                 raise
-            except Exception:  # the user's function may not take so few
-                return self._verified_on(batch, form)
-        return self._verified_on(batch, form)
+            except Exception:  # noqa: S110  # the user's function may not take so few
+                pass
+        return self._verified_on(batch, seen.form)
 
     def _verified_on(self, batch: Batch, form: int) -> set[str]:
         problem, theta = self.taps.problem, self.taps.problem.theta

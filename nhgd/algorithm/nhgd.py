@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from typing import ClassVar, Literal, NamedTuple, final
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from nhgd import _tape as tape
-from nhgd._recording.lagged_cross import LaggedCross
+from nhgd._recording.lagged_cross import PART, LaggedCross
 from nhgd._recording.recognition import Recognition
 from nhgd._validation import counted, not_negative
 from nhgd.algorithm.aid import check_batches
@@ -26,7 +27,7 @@ from nhgd.loop.levenberg_marquardt import LevenbergMarquardt
 from nhgd.loop.loop import Loop, Product, StepInfo
 from nhgd.objective import Objective
 from nhgd.oracle import Oracle
-from nhgd.problem import Bilevel
+from nhgd.problem import LARGE, Bilevel
 
 Cross = Literal["auto", "lagged", "final", "trajectory"]
 Inner = Literal["optimizer", "natural"]
@@ -43,9 +44,9 @@ class Visit(NamedTuple):
 
 @dataclass
 class NHGDState:
-    """Where theta started, the last adjoint, the damping of natural steps, how v was seen to enter the inner
-    problem, and
-    the horizon of steps that are not natural."""
+    """Where theta started (empty with warm starts, which do not return there), the last adjoint, the damping of natural
+    steps, how v was seen to enter the inner problem, and the horizon of steps that are not natural.
+    """
 
     theta: Tensor
     adjoint: Tensor | None = None
@@ -176,7 +177,9 @@ class NHGD(AbstractAlgorithm):
         marquardt = LevenbergMarquardt(self.natural_lr, self.natural_floor) if self.inner == "natural" else None
         # A natural step answers at once in every direction.
         horizon = None if marquardt is not None else loop.horizon(self.warm_start)
-        return NHGDState(loop.problem.theta.flat(), marquardt=marquardt, horizon=horizon)
+        theta = loop.problem.theta
+        start = theta.leaves[0].new_empty(0) if self.warm_start else theta.flat()
+        return NHGDState(start, marquardt=marquardt, horizon=horizon)
 
     @override
     def step(self, loop: Loop, state: NHGDState) -> tuple[NHGDState, StepInfo]:
@@ -194,10 +197,13 @@ class NHGD(AbstractAlgorithm):
         steps = (
             loop.settings.inner_steps if state.marquardt is None else self.natural_steps or loop.settings.inner_steps
         )
-        losses = [self._inner(loop, state, visits, lagged) for _ in range(steps)]
+        every = self._cross_every(loop, steps)
+        losses = [
+            self._inner(loop, state, visits, lagged if (steps - 1 - t) % every == 0 else None) for t in range(steps)
+        ]
         recognition = self._recognised(loop, state.recognition)
         way = self._way(loop, recognition)
-        visited = list(loop.recent)
+        visited = [batch for t, batch in enumerate(reversed(loop.recent)) if t % every == 0][::-1]
         # If neither the cross derivative nor the solve needs a batch, the last one serves for diagnosis.
         needed = way == "final" or not isinstance(inverse, Learned) or self.observe == "end"
         batches = loop.inner_batches(self.batches) if needed else [loop.recent[-1]]
@@ -239,6 +245,14 @@ class NHGD(AbstractAlgorithm):
             weighs = recognition is not None and recognition.role == "weights" and recognition.source == "scores"
             return "lagged" if weighs and self._may_lag(loop) else "final"
         return self.cross
+
+    def _cross_every(self, loop: Loop, steps: int) -> int:
+        """Inner steps from one that gives a lagged cross derivative to the next, the last being one.
+
+        In each it takes one of the three products of a gradient with every layer. For a large model these are what a step
+        costs, so as many steps give it as a single pass for it would be worth.
+        """
+        return max(1, ceil(steps / PART)) if self.cross == "auto" and loop.problem.theta.numel > LARGE else 1
 
     def _recognised(self, loop: Loop, known: Recognition | None) -> Recognition | None:
         """How v enters the inner problem, if the cross derivative depends on it; determined once, on the last inner

@@ -11,7 +11,7 @@ import torch
 
 from nhgd._budget import Budget, affordable_passes
 from nhgd._cost import Operation
-from nhgd._prices import Priced, prices_of
+from nhgd._prices import Priced, Prices, prices_of
 from nhgd._recording.recorder import Recorder
 from nhgd._shape import Shape
 from nhgd._tree import map_tensors, tensors
@@ -22,7 +22,7 @@ from nhgd.inverse.capabilities import couples, with_learner
 from nhgd.inverse.fisher_window import MANY_ROWS, FisherWindow
 from nhgd.loop.loop import Loop
 from nhgd.objective import Objective, OracleCalls
-from nhgd.problem import Bilevel
+from nhgd.problem import FEW, Bilevel
 from nhgd.record import LayerStatistics
 
 REPEATED_CALL = 2e-6  # seconds of one operation of a captured step, beside its work
@@ -50,8 +50,7 @@ def calibrate(loop: Loop, steps: int | None = None) -> None:
         prices = replace(prices, call=REPEATED_CALL)
     count = loop.settings.inner_steps if steps is None else steps
     with problem.guarded(seed=0, twice=False):
-        with Priced(prices) as found:
-            Objective(problem, batch).step()
+        gradient = _priced(problem, batch, prices)
         samples = common_length(batch) or problem.losses(batch).values.numel()
         shape = Shape.of(problem.theta, samples, places(problem, batch), problem.ridge_coefficients())
         learner, roots = of_all_roots(learner, problem, batch, affordable_passes(learner.overhead, count))
@@ -60,13 +59,28 @@ def calibrate(loop: Loop, steps: int | None = None) -> None:
         shape = replace(shape, outputs=roots)
     numbers = sum(t.numel() for t in tensors(batch))
     beside = [Operation("pass", 4 * numbers), Operation("pass", 6 * shape.numel), Operation("call", times=30)]
-    inner = found.seconds + prices.of(beside, found.seconds)  # a batch is gathered, and theta moves
+    inner = gradient + prices.of(beside, gradient)  # a batch is gathered, and theta moves
     taken = 1 if passes is None else passes
-    effort = Budget(shape, found.seconds, inner, count, prices, taken, single=steps is not None).effort(learner)
+    effort = Budget(shape, gradient, inner, count, prices, taken, single=steps is not None).effort(learner)
     if effort is not None and loop.repeats and effort.every > count:  # always at the same steps of an inner loop
         effort = replace(effort, every=count * ceil(effort.every / count))
     if effort is not None or learner is not inverse.learner:
         loop.use(with_learner(inverse, replace(learner, **{"effort": effort})))
+
+
+def _priced(problem: Bilevel, batch: Batch, prices: Prices) -> float:
+    """Seconds of an inner gradient; of a large model, extrapolated from those of a few samples."""
+    some = [problem.few(batch), problem.few(batch, 2 * FEW)]
+    counts = [common_length(few) for few in some if few is not None]
+    found = list[float]()
+    for given in some if len(counts) == 2 else [batch]:
+        with Priced(prices) as priced:
+            Objective(problem, given).step()
+        found.append(priced.seconds)
+    samples = common_length(batch)
+    if len(found) == 1 or samples is None:
+        return found[0]
+    return found[0] + (found[1] - found[0]) / FEW * (samples - FEW)
 
 
 def of_all_roots(learner: Periodic[Any], problem: Bilevel, batch: Batch, most: int) -> tuple[Periodic[Any], int | None]:
@@ -101,16 +115,26 @@ def roots_of(problem: Bilevel, batch: Batch, most: int) -> int | None:
 
 def further_passes(learner: Periodic[Any], problem: Bilevel, batch: Batch) -> int | None:
     """How many backward passes a record takes beyond that of the inner step; None if it cannot be made."""
-    calls = OracleCalls()
+    calls, found = OracleCalls(), list[int]()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run's own record will report it
-            recorder = Recorder(problem, learner.records, learner.fisher, calls, couples(learner))
-            recorder.step(batch)  # the first record may change the others
-            first = calls.inner_gradients
-            recorder.step(batch)
+            # Of a large model, few samples show it, unless each of them takes a pass of its own.
+            few = [problem.few(batch), problem.few(batch, 2 * FEW)]
+            for given in few if None not in few else []:
+                found.append(_passes_of(learner, problem, given, calls))
+            if len(set(found)) != 1:
+                found = [_passes_of(learner, problem, batch, calls)]
     except (NhgdError, RuntimeError, IndexError, ValueError):  # the run's own record will report why
         return None
+    return found[0]
+
+
+def _passes_of(learner: Periodic[Any], problem: Bilevel, batch: Batch, calls: OracleCalls) -> int:
+    recorder = Recorder(problem, learner.records, learner.fisher, calls, couples(learner))
+    recorder.step(batch)  # the first record may change the others
+    first = calls.inner_gradients
+    recorder.step(batch)
     return calls.inner_gradients - first - 1
 
 

@@ -17,6 +17,7 @@ from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse.capabilities import follows_horizon, preconditioner
 from nhgd.loop.horizon import Horizon
 from nhgd.loop.loop import Loop, Product
+from nhgd.objective import Objective
 from nhgd.oracle import Oracle
 
 
@@ -104,6 +105,19 @@ def _adjusted(
     if not horizon.due(loop.clock.k, loop.clock.t):
         return x
     gradient = None if loop.last_gradient is None else loop.problem.theta.flatten(loop.last_gradient)
-    better, found = horizon.measured(at, u, x, solver(), gradient)
+    better, found = horizon.measured(_few(at), u, x, solver(), gradient)
     notes |= found if isinstance(found, dict) else {tape.MORE: found}
     return better
+
+
+def _few(at: Oracle) -> Oracle:
+    """The oracle, or for a large model one of as many samples as a second derivative can be afforded of."""
+    problem, objectives = at.problem, at.objectives
+    if tape.tape() is not None or any(type(objective) is not Objective for objective in objectives):
+        return at
+    few = problem.few(objectives[-1].batch)
+    if few is None:
+        return at
+    smaller = Oracle.over([Objective(problem, few, objectives[-1].seed)], calls=at.calls)
+    smaller.damp(at.damping)
+    return smaller

@@ -258,6 +258,7 @@ class Loop:
     ) -> Tensor:
         """One projected optimiser step on theta, by default on the next batch; returns the loss before it."""
         chosen = self.objective(self.inner_batch()) if objective is None else objective
+        self.last_gradient = None  # which would be held beside everything that the pass needs
         found = self.gradient(chosen, record, cross=cross)
         self.last_gradient = found.gradient
 
