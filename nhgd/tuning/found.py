@@ -173,8 +173,8 @@ class Found:
 def _share(value: float, low: float, high: float, log: bool) -> float:
     """Where a value lies between two ends, from 0 to 1.
 
-    >>> _share(1.0, 0.1, 10.0, log=True), _share(1.0, 0.0, 10.0, log=False)
-    (0.5, 0.1)
+    >>> _share(1.0, 0.25, 4.0, log=True), _share(1.0, 0.0, 4.0, log=False)
+    (0.5, 0.25)
     """
     if log:
         value, low, high = math.log(value), math.log(low), math.log(high)
