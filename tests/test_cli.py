@@ -268,11 +268,11 @@ def test_a_run_that_fails_exits_with_1_and_leaves_nothing():
 
 
 def test_a_disk_that_fails_midway_leaves_no_half_file(monkeypatch):
-    def fail(self, path):
+    def fail(path, *_):
         Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(nhgd.Solution, "plot", fail)
+    monkeypatch.setattr("nhgd.cli._run_folder.draw_history", fail)
     result = invoke(*QUICK, "--out", "a")
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr
