@@ -28,7 +28,7 @@ from nhgd.comparison.trial import Run, Trial, environment, measured
 from nhgd.data.device import usable_device
 from nhgd.errors import InputError
 from nhgd.plot.style import FORMATS
-from nhgd.task import AbstractTask
+from nhgd.task import AbstractTask, OwnProblem
 
 Methods: TypeAlias = str | Sequence[str | AbstractAlgorithm] | Mapping[str, str | AbstractAlgorithm]
 METHODS = ("nhgd", "aid-cg", "stocbio", "soba")
@@ -37,7 +37,7 @@ MOST_WIDER = 8  # rounds
 
 @validated_but("seeds", "budget")
 def bench(
-    task: str | AbstractTask,
+    task: str | AbstractTask | Callable[[int], Mapping[str, Any]],
     methods: Methods = METHODS,
     seeds: int | Iterable[int] = 3,
     budget: str | float = "10s",
@@ -60,7 +60,8 @@ def bench(
     data and a few outer steps of a separate run before it are not part of the time.
 
     Args:
-        task: a name, or a task with its settings, such as `nhgd.task.Cleaning(noise=0.2)`.
+        task: a name; a task with its settings, such as `nhgd.task.Cleaning(noise=0.2)`; or, for a problem of your own, a
+            function of a seed that returns the arguments of a `Solver`, see `nhgd.task.OwnProblem`.
         methods: names, algorithm objects, or either by a name of your own.
         seeds: a list, or how many: 3 means 0, 1 and 2. A seed decides the data and every random number of a run.
         budget: "10s", "5m" or seconds as a number; or "500g": that many gradient-equivalents, see
@@ -86,7 +87,18 @@ def bench(
     [('aid-cg', 0, True), ('aid-cg', 1, True), ('soba', 0, True), ('soba', 1, True)]
     """
     asked = Comparison.of(
-        task, methods, seeds, budget, grid.of_python(settings), preset, device, data, jobs, warmup, patience, widen
+        as_task(task),
+        methods,
+        seeds,
+        budget,
+        grid.of_python(settings),
+        preset,
+        device,
+        data,
+        jobs,
+        warmup,
+        patience,
+        widen,
     )
     return asked.table(None if out is None else Path(out), target, progress)
 
@@ -318,6 +330,11 @@ def _kept(trial: Trial, store: Store | None, drawing: bool) -> tuple[Trial, Run]
 
 def _key(run: Run) -> str:
     return Trial("", "", run["method"], "", run["seed"], run["settings"], Allowance(1.0, "s")).key
+
+
+def as_task(task: Any) -> str | AbstractTask:
+    """A function as a task; anything else as it is."""
+    return OwnProblem(task) if callable(task) and not isinstance(task, (str, AbstractTask)) else task
 
 
 def _by_label(methods: Methods) -> dict[str, str | AbstractAlgorithm]:

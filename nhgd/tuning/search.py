@@ -20,6 +20,7 @@ from nhgd._validation import check_seed, shown
 from nhgd.comparison import seeds as seed_lists
 from nhgd.comparison.budget import Allowance
 from nhgd.comparison.choice import value_of
+from nhgd.comparison.comparison import as_task
 from nhgd.comparison.store import differences
 from nhgd.comparison.trial import Run, Trial, measured
 from nhgd.data.device import usable_device
@@ -41,7 +42,7 @@ MOST = 100_000  # trials
 
 
 def sweep(
-    task: str | AbstractTask,
+    task: str | AbstractTask | Callable[[int], Mapping[str, Any]],
     method: str | None = None,
     trials: int = 50,
     storage: str | None = None,
@@ -66,7 +67,7 @@ def sweep(
     on one machine or many, may work on one storage at once. It needs Optuna: pip install 'nhgd[sweep]'.
 
     Args:
-        task: a name, or a task with its settings.
+        task: a name, a task with its settings, or a function of a seed, as of `nhgd.bench`.
         method: a name; None: the one that suits the task.
         trials: how many in all; those that were cut off by a kill do not count, and are repeated.
         storage: any of Optuna's, such as "sqlite:///sweep.db", "postgresql://user@host/database" or "journal:sweep.log";
@@ -92,7 +93,7 @@ def sweep(
     """
     place = None if out is None else Path(out)
     asked = Sweep.of(
-        task, method, trials, storage, budget, spaces.of_python(space), dict(settings or {}), preset, sampler, pruner, seeds,
+        as_task(task), method, trials, storage, budget, spaces.of_python(space), dict(settings or {}), preset, sampler, pruner, seeds,
         seed, study, device, data, place,
     )  # fmt: skip
     return asked.run(place, progress)
