@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing (once; a few minutes on a slow line) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy setuptools
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[cli,sweep,tensorboard,dev,docs]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[cli,sweep,postgresql,tensorboard,dev,docs]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps curvlinops-for-pytorch
 	@touch $(STAMP)
 

@@ -36,10 +36,22 @@ def test_the_first_problem_finds_the_features_that_matter():
     assert rows["cg"]["cosine"] > 0.9999 > rows["identity"]["cosine"]
 
 
-def test_the_parts_of_a_problem_of_ones_own_fit():
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")  # cg, where the model is not convex
+def test_the_parts_of_a_problem_of_ones_own_fit(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     space = run("own-problem.md")
     assert len(space["solution"].history) == 20
     assert 0 <= space["solution"].history[-1]["accuracy"] <= 1
+    assert [row["method"] for row in space["table"].costs] == ["nhgd", "aid-cg", "stocbio", "soba"]
+    assert (tmp_path / "methods.png").stat().st_size > 10_000
+
+
+def test_the_comparison_and_the_sweep_of_the_page_run():
+    pytest.importorskip("optuna")
+    space = run("comparing.md")
+    assert [row["method"] for row in space["table"].costs] == ["aid-cg", "stocbio", "soba"]
+    assert space["table"].complete
+    assert space["found"].best["parameters"].keys() == {"outer_lr"}
 
 
 def test_the_three_ways_to_a_hypergradient_agree():
