@@ -58,6 +58,16 @@ def test_the_command_gives_what_the_function_gives():
     assert "a/report.html" in shown.stdout
 
 
+def test_what_the_runs_of_the_first_seed_drew_is_on_the_page():
+    words = ("--preset", "quick", "--methods", "aid-cg,soba", "--seeds", "2", "--budget", "60g", "--out", "a")
+    found = answer("bench", "cleaning", *words)
+    drawn = [row["method"] for row in found["rows"] if row.get("folder")]
+    assert drawn == ["aid-cg", "soba"]
+    for row in found["rows"]:
+        assert all(Path("a", row["folder"], name).exists() for name in row.get("pictures", []))
+    assert Path("a/report.html").read_text().count("data:image/png;base64,") == 2
+
+
 def test_a_method_that_never_ends_well_is_an_error_after_the_others():
     result = invoke(*TINY, "--set", "soba:outer_lr=1e200", "--json")
     assert result.exit_code == 1

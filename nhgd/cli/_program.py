@@ -51,7 +51,7 @@ COMMANDS = {
     ),
     "bench": Command(
         "bench",
-        "Several methods, seeds and settings with the same budget each: tables, figures and a page. --execution: executions.",
+        "Several methods, seeds and settings with the same budget each: tables, figures and a page, report.html.",
     ),
     "sweep": Command(
         "sweep",

@@ -22,7 +22,7 @@ from nhgd.comparison import choice, grid
 from nhgd.comparison import seeds as seed_lists
 from nhgd.comparison.budget import Allowance
 from nhgd.comparison.grid import Grid
-from nhgd.comparison.store import Store, check
+from nhgd.comparison.store import PICTURES, Store, check
 from nhgd.comparison.table import Table, check_metric
 from nhgd.comparison.trial import Run, Trial, environment, measured
 from nhgd.data.device import usable_device
@@ -324,6 +324,8 @@ def _kept(trial: Trial, store: Store | None, drawing: bool) -> tuple[Trial, Run]
         return trial, measured(trial)
     run = measured(replace(trial, pictures=store.pictures(trial)) if drawing else trial)
     run["file"] = store.name(trial)
+    if run.get("pictures"):
+        run["folder"] = f"{PICTURES}/{store.name(trial)}"
     store.keep(trial, run)
     return trial, run
 

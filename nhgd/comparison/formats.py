@@ -119,7 +119,7 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
             found |= {name: item for name, item in value.items() if name not in found}
         elif key == "step_cost":
             found |= {f"step_{name}": item for name, item in (value or {}).items()}
-        elif key not in ("warnings", "pictures"):
+        elif key not in ("warnings", "pictures", "folder"):
             found[key] = value
     return found
 
