@@ -11,6 +11,7 @@ import torch
 import nhgd
 from nhgd.cli._executions import _quartiles, _rows
 from nhgd.execution import Device
+from nhgd.report import report
 from tests.commands import answer, invoke, refusal, strict_json
 
 QUICK = (
@@ -32,6 +33,9 @@ def test_executions_are_measured_and_find_what_inline_finds():
     kept = strict_json(Path("a/bench.json").read_text())
     assert {key: value for key, value in kept.items() if key != "trials"} == printed
     assert Path("a/bench.png").read_bytes().startswith(b"\x89PNG")
+    page = report("a").read_text()
+    assert "l2 (quick) by nhgd: 3 executions" in page
+    assert "device:cpu" in page
     rows = {row["execution"]: row for row in printed["rows"]}
     assert list(rows) == ["inline", "thread", "device:cpu"]
 

@@ -41,6 +41,25 @@ def test_it_renders_without_a_complaint_or_a_request(window, page):
     assert window.requests() == []
 
 
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_page_of_a_sweep_renders_on_any_screen(window, tmp_path, width):
+    pytest.importorskip("optuna")
+    nhgd.sweep("quadratic", "soba", trials=8, budget="60g", out=tmp_path)
+    window.open(report(tmp_path), width=width)
+    assert (
+        len(
+            window.run(
+                "return [...document.querySelectorAll('table')[0].tBodies[0].rows].map(row => row.cells[0].textContent)"
+            )
+        )
+        == 8
+    )
+    assert window.run("return [...document.images].every(image => image.naturalWidth > 400)")
+    assert window.run("return document.documentElement.scrollWidth") <= width
+    assert window.complaints() == []
+    assert window.requests() == []
+
+
 def test_its_table_sorts_both_ways(window, page, table):
     window.open(page)
     name = table.about["headline"].replace("_", " ")

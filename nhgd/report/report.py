@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nhgd._results import Folder
 from nhgd.errors import InputError
-from nhgd.report import bench, history, run, runs, sweep
+from nhgd.report import bench, executions, history, run, runs, sweep
 from nhgd.report.page import Page
 
 NAME = "report.html"
@@ -27,7 +27,7 @@ def _page(place: Path) -> Page:
     if not place.is_dir():
         raise InputError(f"{place} is no folder. Name the folder that --out of a command was.")
     if (place / bench.FILE).exists():
-        return bench.page(place)
+        return executions.page(place) if executions.suits(place) else bench.page(place)
     if (place / sweep.FILE).exists():
         return sweep.page(place)
     if (place / history.FILE).exists():
