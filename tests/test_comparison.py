@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import nhgd
-from nhgd.comparison import bands, choice
+from nhgd.comparison import bands, choice, trial
+from nhgd.comparison.budget import Allowance
 from nhgd.stop import gradient_equivalents
 
 TINY = {"methods": ["aid-cg", "soba"], "seeds": 2, "budget": "60g"}
@@ -106,6 +108,29 @@ def run_of(seed, values, method="m", error=None, settings=None):
     metrics = {} if error else {"loss": values[-1]}
     more = {"warnings": [], "error": error, "settings": settings or {}, "metrics": metrics}
     return {"method": method, "seed": seed, "points": points} | more
+
+
+def test_the_last_point_of_a_run_is_its_end(table):
+    """Also where no evaluation was due there; its losses are those of the summary."""
+    for run in table.runs:
+        assert run["points"][-1]["step"] == run["steps"]
+        assert run["points"][-1]["gradients"] == run["gradients"]
+        assert run["points"][-1]["outer_loss"] == run["metrics"]["outer_loss"]
+
+
+def test_a_run_whose_steps_became_slow_is_evaluated_more_often():
+    given = trial.Trial("quadratic", "default", "soba", "soba", 0, {}, Allowance(10.0, "s"), points=50)
+    solver = SimpleNamespace(metrics_every=100)
+    pace = trial._Pace(solver, given, 100)
+    for seconds, evaluated, every in (
+        (0.1, False, 100),
+        (0.29, False, 100),
+        (0.31, False, 1),
+        (0.32, True, 100),
+        (0.4, False, 100),
+    ):
+        pace.note({"seconds": seconds} | ({"full_outer_loss": 1.0} if evaluated else {}))
+        assert solver.metrics_every == every
 
 
 def test_bands_hold_values_and_end_with_the_shortest_run():

@@ -53,8 +53,8 @@ def value_of(seed, **settings):
 
 
 def test_a_trial_is_the_mean_of_runs_and_the_best_is_the_lowest():
-    found = nhgd.sweep("quadratic", trials=4, seeds=2, pruner="none", settings={"inner_lr": 0.3}, **TINY)
-    assert [row["state"] for row in found.trials] == ["complete"] * 4
+    found = nhgd.sweep("quadratic", trials=3, seeds=2, pruner="none", settings={"inner_lr": 0.3}, **TINY)
+    assert [row["state"] for row in found.trials] == ["complete"] * 3
     for row in found.trials:
         expected = [value_of(seed, inner_lr=0.3, **row["parameters"]) for seed in (0, 1)]
         assert row["value"] == pytest.approx(sum(expected) / 2, rel=1e-12)
@@ -63,15 +63,15 @@ def test_a_trial_is_the_mean_of_runs_and_the_best_is_the_lowest():
         "parameters": {"inner_lr": 0.3} | best["parameters"],
         **{key: best[key] for key in ("value", "number", "metrics")},
     }
-    again = nhgd.sweep("quadratic", trials=4, seeds=2, pruner="none", settings={"inner_lr": 0.3}, **TINY)
+    again = nhgd.sweep("quadratic", trials=3, seeds=2, pruner="none", settings={"inner_lr": 0.3}, **TINY)
     assert [(row["parameters"], row["value"]) for row in again.trials] == [
         (row["parameters"], row["value"]) for row in found.trials
     ]
 
 
 def test_a_sweep_goes_on_up_to_its_number_of_trials_and_not_beyond():
-    whole = nhgd.sweep("quadratic", trials=6, storage="sqlite:///whole.db", **TINY)
-    for count in (2, 4, 6, 5):
+    whole = nhgd.sweep("quadratic", trials=6, **TINY)
+    for count in (2, 6, 5):
         found = nhgd.sweep("quadratic", trials=count, storage="sqlite:///parts.db", **TINY)
     assert len(found.trials) == 6
     assert [(row["number"], row["parameters"], row["value"], row["state"]) for row in found.trials] == [
@@ -118,7 +118,7 @@ def test_a_grid_is_tried_once_and_ends():
 
 def test_a_trial_worse_than_half_of_the_others_is_pruned():
     """Optuna's own median rule over what was reported, at the same parts of the budget."""
-    found = nhgd.sweep("quadratic", trials=12, storage="sqlite:///a.db", **(TINY | {"budget": "300g"}))
+    found = nhgd.sweep("quadratic", trials=10, storage="sqlite:///a.db", **(TINY | {"budget": "200g"}))
     trials = trials_in("sqlite:///a.db")
     pruned = [trial for trial in trials if trial.state.name == "PRUNED"]
     assert pruned
@@ -278,6 +278,7 @@ def test_a_killed_worker_loses_one_trial_which_is_repeated():
     assert found.trials[0]["number"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_worker_that_is_asked_to_end_says_where_its_trials_are():
     address = "sqlite:///a.db"
