@@ -36,7 +36,7 @@ def draw(path: Path, answer: dict[str, Any], weights: Tensor, samples: ShownSamp
 
 def draw_suspects(path: Path, weights: Tensor, samples: ShownSamples, title: str) -> Path:
     """Write a picture of the samples with the lowest weights alone, as far as they are suspects."""
-    count = min(40, max(1, int((weights < 0.5).sum())))
+    count = min(20, max(1, int((weights < 0.5).sum())))
     columns = min(10, count)
     rows = -(-count // columns)
     with styled():
