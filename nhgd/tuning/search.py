@@ -16,7 +16,7 @@ from nhgd import task as tasks
 from nhgd._experiment import Built
 from nhgd._progress import bar
 from nhgd._results import folder, jsonable
-from nhgd._validation import check_seed, shown
+from nhgd._validation import check_seed, shown, validated_but
 from nhgd.comparison import seeds as seed_lists
 from nhgd.comparison.budget import Allowance
 from nhgd.comparison.choice import value_of
@@ -41,6 +41,7 @@ UNPRUNED = 2  # parts that every trial is given
 MOST = 100_000  # trials
 
 
+@validated_but("seeds", "budget")
 def sweep(
     task: str | AbstractTask | Callable[[int], Mapping[str, Any]],
     method: str | None = None,
