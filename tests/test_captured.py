@@ -70,7 +70,7 @@ def outer(model, v, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def made(method, compile="graph", inner=inner, dropout=0.0, batch=16, **settings):
+def made(method, compile="graph", inner=inner, dropout=0.0, batch=16, shuffle=True, **settings):
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Dropout(dropout), nn.Linear(4, 3)) if dropout else nn.Sequential(nn.Linear(4, 3))
@@ -79,7 +79,7 @@ def made(method, compile="graph", inner=inner, dropout=0.0, batch=16, **settings
         inner, outer, net.double(), torch.full((30,), 0.5).double(), l2=1e-2, likelihood="categorical"
     )
     settings = {"inner_steps": 3, "inner_lr": 0.2, "outer_lr": 0.5, "project_v": (0, 1)} | settings
-    inner_data, outer_data = nhgd.Data(x[:30], y[:30], batch=batch), nhgd.Data(x[30:], y[30:])
+    inner_data, outer_data = nhgd.Data(x[:30], y[:30], batch=batch, shuffle=shuffle), nhgd.Data(x[30:], y[30:])
     return nhgd.Solver(problem, inner_data, outer_data, method=method, compile=compile, **settings)
 
 
@@ -151,6 +151,14 @@ def test_settings_hold_for_repeated_steps(recorded, settings):
     found = run(NHGD(FULL), **settings)
     assert_repeated(found)
     assert_same(found, run(NHGD(FULL), compile=False, **settings))
+
+
+def test_batches_of_neighbours_are_gathered_in_captured_steps(recorded):
+    found, wanted = (
+        made("aid-identity", compile=compile, shuffle="blocks").run(steps=24) for compile in ("graph", False)
+    )
+    assert_repeated(found)
+    assert_same(found, wanted)
 
 
 def test_a_step_size_of_the_adjoint_follows_its_schedule(recorded):

@@ -24,9 +24,9 @@ from nhgd.data.batch import common_length, first_bad, lengths, move
 CPU = torch.device("cpu")
 
 
-@given(samples=st.integers(1, 40), batch=st.integers(1, 50), shuffle=st.booleans())
+@given(samples=st.integers(1, 40), batch=st.integers(1, 50), shuffle=st.sampled_from([True, False, "blocks"]))
 @settings(max_examples=60, deadline=None)
-def test_a_pass_yields_every_sample_once_with_its_index(samples: int, batch: int, shuffle: bool) -> None:
+def test_a_pass_yields_every_sample_once_with_its_index(samples: int, batch: int, shuffle: Any) -> None:
     x, y = torch.arange(samples) * 10, torch.arange(samples).float()
     data = Data(x, y, batch=batch, shuffle=shuffle)
     for _ in range(2):
@@ -52,6 +52,30 @@ def test_a_new_order_at_every_pass_from_the_global_generator() -> None:
     assert not torch.equal(first, second)
     torch.manual_seed(3)
     assert torch.equal(order(), first)
+
+
+def test_blocks_are_neighbours_in_the_memory_of_the_tensors() -> None:
+    x = torch.arange(23) * 10
+    data = Data(x, batch=5, shuffle="blocks")
+    torch.manual_seed(0)
+    starts = []
+    for _ in range(4):
+        around = 0
+        for a, index in data:
+            assert torch.equal(index, (index[0] + torch.arange(len(a))) % 23)
+            shares = a.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+            assert shares == (int(index[-1]) >= int(index[0]))
+            around += not shares
+            starts.append(int(index[0]))
+        assert around <= 1
+    assert len(set(starts)) > 10
+    torch.manual_seed(0)
+    assert [int(index[0]) for _ in range(4) for _, index in data] == starts
+    torch.manual_seed(0)
+    walks = [iter(data), iter(data)]
+    wanted = [index for _, index in walks[0]]
+    torch.manual_seed(0)
+    assert all(torch.equal(walks[1].next_index(), index) for index in wanted)
 
 
 def test_batches_are_contiguous() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,7 +25,10 @@ class Data:
     Args:
         arrays: tensors or NumPy arrays with the same first dimension.
         batch: samples per batch; None means all of them. The last batch of a pass may be shorter.
-        shuffle: a new order at every pass, drawn from torch's global generator (which a `Solver` seeds).
+        shuffle: a new order at every pass, drawn from torch's global generator (which a `Solver` seeds). "blocks": the
+            batches of a pass are stretches of neighbouring samples, in a new order and cut at new places, and share the
+            memory of the tensors: nothing is gathered. For data whose own order is random: neighbours meet again and
+            again.
         device: of the tensors; default: where they are.
 
     >>> data = Data(torch.arange(5.0), batch=2, shuffle=False)
@@ -38,7 +41,7 @@ class Data:
         self,
         *arrays: Tensor | np.ndarray[Any, Any] | Sequence[Any],
         batch: int | None = None,
-        shuffle: bool = True,
+        shuffle: bool | Literal["blocks"] = True,
         device: torch.device | str | None = None,
     ) -> None:
         if not arrays:
@@ -81,7 +84,7 @@ class Data:
     @property
     def shuffles(self) -> bool:
         """Whether a pass draws an order."""
-        return self.shuffle and self.batch < self.samples
+        return bool(self.shuffle) and self.batch < self.samples
 
     def size(self, place: int) -> int:
         """The samples of a batch, by its place in a pass."""
@@ -99,11 +102,18 @@ class Walk(Iterator[tuple[Tensor, ...]]):
         self._data = data
         self._place = 0
         self._order: Tensor | None = None  # drawn when the first batch is asked for
+        self._starts: list[int] = []  # of stretches
         self._orders: dict[torch.device, Tensor] = {}
 
     def __next__(self) -> tuple[Tensor, ...]:
         data, start = self._data, self._place * self._data.batch
         self._step()
+        if self._starts:
+            start = self._starts[self._place - 1]
+            stop = start + data.size(self._place - 1)
+            if stop > data.samples:  # around the end
+                return data.take(torch.arange(start, stop) % data.samples)
+            return tuple(t[start:stop] for t in data.columns)
         if self._order is None:
             return tuple(t[start : start + data.batch] for t in data.columns)
         if not self._orders:  # sent once a pass
@@ -115,14 +125,28 @@ class Walk(Iterator[tuple[Tensor, ...]]):
         start = self._place * self._data.batch
         stop = min(start + self._data.batch, self._data.samples)
         self._step()
+        if self._starts:
+            start = self._starts[self._place - 1]
+            return torch.arange(start, start + self._data.size(self._place - 1)) % self._data.samples
         return torch.arange(start, stop) if self._order is None else self._order[start:stop]
 
     def _step(self) -> None:
         if self._place * self._data.batch >= self._data.samples:
             raise StopIteration
         if self._place == 0 and self._data.shuffles:
-            self._order = torch.randperm(self._data.samples)
+            if self._data.shuffle == "blocks":
+                self._starts = _cut(self._data.samples, self._data.batch)
+            else:
+                self._order = torch.randperm(self._data.samples)
         self._place += 1
+
+
+def _cut(samples: int, batch: int) -> list[int]:
+    """Where the batches of a pass start, the shorter one last: the samples form a ring that is cut at a random place."""
+    first = int(torch.randint(samples, ()))
+    order = [int(k) for k in torch.randperm(samples // batch)]
+    order += [len(order)] if samples % batch else []
+    return [(first + k * batch) % samples for k in order]
 
 
 def gathered_rows(tensor: Tensor, index: Tensor) -> Tensor:
