@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks import applications, cleaner
+from benchmarks import applications, cleaner, rivals
 from benchmarks import cleaning as cleaning_presets
 from benchmarks.zoo import runs as zoo_runs
 from benchmarks.zoo import table as zoo_table
@@ -83,6 +83,48 @@ def faults(result: dict) -> str:
     return "\n".join(lines)
 
 
+def ways(result: dict) -> str:
+    lines = ["| way | ms of an outer step | ratio to gathers | operations | replayed |", "| --- " * 5 + "|"]
+    for name, row in result["ways"].items():
+        replayed = row.get("compile", {}).get("taken", "-").replace("eager", "-")
+        lines.append(
+            f"| {name} | {row['milliseconds']:.1f} | {row['ratio']:.2f} | {row['launches']:.0f} | {replayed} |"
+        )
+    return "\n".join(lines)
+
+
+def parts(result: dict) -> str:
+    lines = [
+        "| part | times | MB | million multiplications | ms | share of the bandwidth of a copy |",
+        "| --- " * 6 + "|",
+    ]
+    for name, row in result["parts"].items():
+        share = 1e3 * row["bytes"] / row["milliseconds"] / result["copy_bytes_per_second"]
+        lines.append(
+            f"| {name} | {row['times']} | {row['bytes'] / 1e6:.2f} | {row['operations'] / 1e6:.2f}"
+            f" | {row['milliseconds']:.3f} | {share:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def captured_steps(result: dict) -> str:
+    lines = ["| method | eager, ms | captured, mean ms | captured, median ms |", "| --- " * 4 + "|"]
+    for name, row in result["methods"].items():
+        if "graph" in row:
+            once, graph = row.get("False", {}).get("milliseconds"), row["graph"]
+            eager = "-" if once is None else f"{once:.1f}"
+            lines.append(f"| {name} | {eager} | {graph['milliseconds']:.2f} | {graph['median_milliseconds']:.2f} |")
+    return "\n".join(lines)
+
+
+def growth(result: dict) -> str:
+    lines = ["| size | slope of time | slope of memory |", "| --- | --- | --- |"]
+    for axis, found in result["axes"].items():
+        name = "parameters" if axis == "width" else axis.replace("_", " ")
+        lines.append(f"| {name} | {found['slopes']['seconds']:.2f} | {found['slopes']['megabytes']:.2f} |")
+    return "\n".join(lines)
+
+
 def filled(page: str, name: str, table: str) -> str:
     pattern = rf"<!-- table: {name} -->\n(?:\n\|[^\n]*(?:\n\|[^\n]*)*\n)?"
     return re.sub(pattern, f"<!-- table: {name} -->\n\n{table}\n", page)
@@ -119,6 +161,13 @@ def pages() -> dict[str, dict[str, str]]:
             "cleaner-steps": "\n".join(cleaner.steps_table(cleanlab)),
         },
         "docs/methods.md": {"zoo": zoo()},
+        "docs/performance.md": {
+            "ways": ways(read("floor-cpu.json")),
+            "parts": parts(read("floor-cpu.json")),
+            "captured": captured_steps(read("captured-h200.json")),
+            "growth": growth(read("growth-cpu.json")),
+        },
+        "docs/rivals.md": {"rivals": rivals.table(read("rivals-cpu.json"))},
         "docs/pde.md": {"pde": pde(read("pde-h200.json")), "pde-quick": pde(read("pde-quick-cpu.json"))},
         "benchmarks/parallel.md": {"faults": faults(read("faults-cpu.json"))},
         "docs/distillation.md": {"distillation": distillation(read("distillation-cpu.json"))},
