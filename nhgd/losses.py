@@ -127,12 +127,13 @@ def as_losses(result: InnerResult, batch: Batch) -> Losses:
             " reduce the other dimensions, or use reduction='none' on class scores of shape (B, C)."
         )
     if values.ndim == 1:
-        samples, found = common_length(batch), lengths(batch)
+        samples = common_length(batch)
         if samples is not None and values.shape[0] != samples:
             raise InputError(
                 f"inner() returned {values.shape[0]} losses for a batch of {samples} samples. Return one for each sample."
             )
-        if samples is None and len(set(found.values())) > 1 and values.shape[0] in found.values():
+        found = lengths(batch) if samples is None else {}
+        if len(set(found.values())) > 1 and values.shape[0] in found.values():
             raise InputError(uneven(found))
     if not values.numel():
         raise InputError("inner() returned no loss, because the batch has no samples. Leave empty batches out.")

@@ -28,6 +28,11 @@ def _opaque(batch: Batch) -> Iterator[tuple[str, Any]]:
             yield path, leaf
 
 
+def _is_plain(batch: Batch) -> bool:
+    """Whether it is a tuple of tensors, whose form needs no walk."""
+    return type(batch) is tuple and all(type(item) is Tensor for item in batch)
+
+
 def _can_move(leaf: Any) -> bool:
     return callable(getattr(leaf, "to", None))
 
@@ -57,6 +62,8 @@ def _all(batch: Batch) -> Iterator[tuple[str, Tensor]]:
 
 def move(batch: Batch, device: torch.device) -> Batch:
     """The batch on `device`; nothing is copied when it is there already."""
+    if _is_plain(batch) and all(t.device == device for t in batch):
+        return batch
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -78,6 +85,9 @@ def common_length(batch: Batch) -> int | None:
 
     NumPy arrays, such as ids or strings, do not count.
     """
+    if _is_plain(batch):  # as most are, in each inner step
+        plain = {t.shape[0] for t in batch if t.ndim}
+        return plain.pop() if len(plain) == 1 else None
     found = set(lengths(batch).values())
     return found.pop() if len(found) == 1 and not _hidden(batch) else None
 
