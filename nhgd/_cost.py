@@ -248,6 +248,7 @@ def kronecker(inverse: AbstractKronecker[Any], shape: Shape, kept: bool, iterati
         kept: whether decompositions are kept from one solve to the next.
         iterations: of conjugate gradients, where the ridge needs them.
     """
+    shape = shape.in_blocks(inverse.largest)
     samples, roots = shape.samples, _roots(inverse, shape)
     double = inverse.dtype is torch.float64
     record = _record(inverse, shape)

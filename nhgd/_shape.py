@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nhgd.inverse._learned.layers import layer_shapes
+from nhgd.inverse._learned.splitting import split
 from nhgd.variable import Variable
 
 Unevenness = Literal["even", "columns", "rows", "uneven"]
@@ -48,6 +49,10 @@ class Shape:
     others: tuple[int, ...] = ()
     outputs: int = 1
     itemsize: int = 4
+
+    def in_blocks(self, most: int | None) -> Shape:
+        """The same with the blocks of layers whose factors are split."""
+        return replace(self, layers=tuple(Layer(*split(x[:3], most), x.places, x.ridge) for x in self.layers))
 
     @classmethod
     def of(

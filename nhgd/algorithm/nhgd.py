@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from nhgd import _tape as tape
-from nhgd._recording.lagged_cross import PART, LaggedCross
+from nhgd._recording.lagged_cross import LaggedCross
 from nhgd._recording.recognition import Recognition
 from nhgd._validation import counted, not_negative
 from nhgd.algorithm.aid import check_batches
@@ -29,6 +29,7 @@ from nhgd.objective import Objective
 from nhgd.oracle import Oracle
 from nhgd.problem import LARGE, Bilevel
 
+CROSSES = 2  # inner steps of a large model that give the cross derivative, each a third of a pass
 Cross = Literal["auto", "lagged", "final", "trajectory"]
 Inner = Literal["optimizer", "natural"]
 Observe = Literal["all", "end"]
@@ -250,9 +251,9 @@ class NHGD(AbstractAlgorithm):
         """Inner steps from one that gives a lagged cross derivative to the next, the last being one.
 
         In each it takes one of the three products of a gradient with every layer. For a large model these are what a step
-        costs, so as many steps give it as a single pass for it would be worth.
+        costs, so a few steps give it, for less than a single pass would cost.
         """
-        return max(1, ceil(steps / PART)) if self.cross == "auto" and loop.problem.theta.numel > LARGE else 1
+        return max(1, ceil(steps / CROSSES)) if self.cross == "auto" and loop.problem.theta.numel > LARGE else 1
 
     def _recognised(self, loop: Loop, known: Recognition | None) -> Recognition | None:
         """How v enters the inner problem, if the cross derivative depends on it; determined once, on the last inner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, final
 
@@ -78,6 +79,10 @@ class KFAC(AbstractKronecker[KroneckerState]):
             captured step is one piece. Its error falls with `iterations`, the faster the larger the damping is.
         iterations: of solver="products", at most.
 
+        split: the rows of the largest factor that is kept whole; None: all are. A larger one is replaced by blocks on its
+            diagonal, which take less memory, by their number, and less time to decompose, by its square. One of scores is kept
+            whole if its rows do not divide evenly.
+
     >>> KFAC().overhead, KFAC(factor_every=10).overhead
     (0.1, None)
 
@@ -96,15 +101,23 @@ class KFAC(AbstractKronecker[KroneckerState]):
     moments: ClassVar[int] = 0
     solver: KFACSolver = "eigen"
     iterations: int = 20
+    split: int | None = 1024
 
     def __post_init__(self) -> None:
         super().__post_init__()
         counted("KFAC", iterations=self.iterations)
+        if self.split is not None:
+            counted("KFAC", split=self.split)
         if self.solver != "eigen" and self.invert_every is not None:
             raise InputError(
                 f"KFAC: solver='{self.solver}' works with the ridge of each solve, so its work cannot be reused."
                 " Leave invert_every at None, or use solver='eigen'."
             )
+
+    @property
+    @override
+    def largest(self) -> int | None:
+        return self.split
 
     def _empty(self, starts: dict[str, int], sizes: dict[str, int]) -> KroneckerState:
         return KroneckerState(starts, sizes)
@@ -120,21 +133,28 @@ class KFAC(AbstractKronecker[KroneckerState]):
         effort = self.effort if self.solver == "eigen" else None
         if self.invert_every is None and (effort is None or effort.in_full(state.observed)):
             return replace(state, bases={})  # bases of a state from other settings belong to other factors
+        pool = pool_of(record)
+        turn = None if effort is None or tape.repeatable() else effort.share(state.observed)
+        if turn is not None and effort is not None:
+            layers = [
+                layer for i, layer in enumerate(state.inputs) if i % turn[1] == turn[0] or layer not in state.bases
+            ]
+            bases = refreshed(state, effort.small) | self._bases(state, layers, pool)
+            return replace(state, bases=bases)
         if self.is_due(state.observed):
-            pool = pool_of(record)
-            return replace(state, bases=tape.eager(lambda: self._bases(state, pool)))
+            return replace(state, bases=tape.eager(lambda: self._bases(state, state.inputs, pool)))
         if effort is None:
             return state
         return replace(state, bases=refreshed(state, effort.small))
 
-    def _bases(self, state: KroneckerState, pool: Pool | None) -> dict[str, dict[str, Tensor]]:
-        return {layer: basis._asdict() for layer, basis in decompositions(state, state.inputs, pool).items()}
+    def _bases(self, state: KroneckerState, layers: Iterable[str], pool: Pool | None) -> dict[str, dict[str, Tensor]]:
+        return {layer: basis._asdict() for layer, basis in decompositions(state, layers, pool).items()}
 
     def divided(self, state: KroneckerState, pool: Pool) -> KroneckerState:
         """The state with the eigendecompositions that a solve would make of it, divided over a pool."""
         if self.invert_every is not None or self.solver != "eigen" or state.bases:
             return state
-        return replace(state, bases=self._bases(state, pool))
+        return replace(state, bases=self._bases(state, state.inputs, pool))
 
     def _trace(self, state: KroneckerState, layer: str) -> Tensor:
         a, g = (factor.diagonal(dim1=1, dim2=2).sum(1) for factor in state.factors(layer))

@@ -17,6 +17,7 @@ from nhgd._shape import Shape
 from nhgd._tree import map_tensors, tensors
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError, NhgdError
+from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.periods import Periodic
 from nhgd.inverse.capabilities import couples, with_learner
 from nhgd.inverse.fisher_window import MANY_ROWS, FisherWindow
@@ -55,6 +56,8 @@ def calibrate(loop: Loop, steps: int | None = None) -> None:
         shape = Shape.of(problem.theta, samples, places(problem, batch), problem.ridge_coefficients())
         learner, roots = of_all_roots(learner, problem, batch, affordable_passes(learner.overhead, count))
         passes = further_passes(learner, problem, batch)
+    if isinstance(learner, AbstractKronecker):
+        shape = shape.in_blocks(learner.largest)
     if roots is not None:
         shape = replace(shape, outputs=roots)
     numbers = sum(t.numel() for t in tensors(batch))

@@ -89,9 +89,11 @@ class Mover:
             ]
             if moments:
                 decay = group["betas"][1] if "betas" in group else 0.0
-                roots, squares = (
-                    torch.stack([whole(m.double().pow(p).sum()).cpu() for m, _ in moments]).sum() for p in (0.5, 1.0)
-                )
+                # Each device is asked once.
+                sums = [whole(torch.stack([m.double().sqrt().sum(), m.double().sum()])) for m, _ in moments]
+                places = {t.device for t in sums}
+                each = [torch.stack([t for t in sums if t.device == place]).sum(0).cpu() for place in places]
+                roots, squares = torch.stack(each).sum(0)
                 step = float(whole(moments[0][1])) if moments[0][1] is not None else 1.0
                 unbiased = 1 - decay**step if decay else 1.0
                 ratio = float(roots / squares.clamp_min(torch.finfo(torch.float64).tiny)) * unbiased**0.5

@@ -81,6 +81,18 @@ class Effort:
         last = max(self.invert_at, default=0)
         return observed in self.invert_at or (observed > last and (observed - last) % self.invert_every == 0)
 
+    def share(self, observed: int) -> tuple[int, int] | None:
+        """Which layers are decomposed at this observation, as k of every n of them, where they take turns.
+
+        They do after the decompositions of the build-up, so that no step takes long; None before.
+
+        >>> [Effort(invert_every=3, invert_at=(2,)).share(seen) for seen in (2, 3, 4, 5)]
+        [None, (0, 3), (1, 3), (2, 3)]
+        """
+        if self.invert_every == 1 or self.invert_at is None or observed <= max(self.invert_at, default=0):
+            return None
+        return observed % self.invert_every, self.invert_every
+
     def beta(self, beta: float | None, samples: int, observed: int) -> float | None:
         """The forgetting factor of the next record, which has `samples`, after `observed` observations."""
         if self.memory is None or beta is None or self.in_full(observed + 1):

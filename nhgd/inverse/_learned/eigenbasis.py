@@ -135,7 +135,8 @@ def _scores_first(out: int, into: int, rows: int, columns: int) -> bool:
 @torch.no_grad()
 def decomposed(state: KroneckerState, layer: str) -> Basis:
     """The eigendecompositions of a layer's current factors."""
-    (a, q_a), (g, q_g) = (eigenvalues(layer, factor) for factor in state.factors(layer))
+    (a, q_a), (g, q_g) = (eigenvalues(layer, factor) for factor in state.blocks_of(layer))
+    (q_a, q_g), (a, g) = state.paired(layer, q_a, q_g), state.paired(layer, a, g)
     return Basis(q_a, a.clamp_min(0), q_g, g.clamp_min(0))  # below zero is rounding
 
 

@@ -22,6 +22,7 @@ from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.layer_ridge import ITERATIONS, LayerRidge
 from nhgd.inverse._learned.layers import layer_shapes
 from nhgd.inverse._learned.periods import OVERHEAD, LayerMeans
+from nhgd.inverse._learned.splitting import blocks, gram, split
 from nhgd.inverse._learned.statistics import check_statistics, merge, statistics_note, step_of_mean
 from nhgd.inverse.base import POOR, SolveStats
 from nhgd.record import (
@@ -82,6 +83,11 @@ class AbstractKronecker(LayerMeans[T]):
                         " the periods."
                     )
                 object.__setattr__(self, "overhead", None)  # periods that are given take the place of the default
+
+    @property
+    def largest(self) -> int | None:
+        """The rows of the largest factor that is not split; None: none is."""
+        return None
 
     @property
     def follows_horizon(self) -> bool:
@@ -188,6 +194,9 @@ class AbstractKronecker(LayerMeans[T]):
             w = weights.to(a.dtype)
             a, weight = a * w.sqrt()[:, None, None, None], w.mean() if len(w) else w.sum()
         a, g = a.flatten(0, 1).transpose(0, 1), g.flatten(0, 2).transpose(0, 1)  # (G, BT, in), (G, KBT, out)
+        if self.largest is not None and len(a) == 1 and max(a.shape[2], g.shape[2]) > self.largest:
+            of_a, of_g = blocks(a.shape[2], self.largest, even=False), blocks(g.shape[2], self.largest, even=True)
+            return gram(a[0], *of_a).div_(samples * places), gram(g[0], *of_g).div_(samples), weight
         return (a.mT @ a).div_(samples * places), (g.mT @ g).div_(samples), weight
 
     def _blocks(self, state: KroneckerState, record: LayerStatistics) -> dict[str, Tensor]:
@@ -298,11 +307,16 @@ class AbstractKronecker(LayerMeans[T]):
         size = (self.dtype or torch.promote_types(theta.dtype, torch.float32)).itemsize
         layers = layer_shapes(theta)
         covered = {name for names in layers for name in names}
-        factors = [groups * (columns**2 + out**2) for groups, out, columns in layers.values()]
+        factors, bases = [], []
+        for layer in layers.values():
+            groups, height, width = split(layer, self.largest)
+            rows, wide = layer[1] // height, -(-layer[2] // width)
+            factors.append(layer[0] * (wide * width**2 + rows * height**2))
+            bases.append(groups * (width**2 + height**2))
         others = [n for name, n in zip(theta.names, theta.sizes, strict=True) if name not in covered]
         blocks = sum(n**2 if n <= self.dense_limit else n for n in others)
         vectors = (3 + 2 * self.moments) * theta.numel
-        return size * (3 * sum(factors) + max(factors, default=0) + 3 * blocks + vectors)
+        return size * (2 * sum(factors) + sum(bases) + max(factors, default=0) + 3 * blocks + vectors)
 
     def warnings_for(self, theta: Variable) -> list[str]:
         """Which parameters are outside the layers, and what they get."""
