@@ -275,7 +275,7 @@ def precision(options: argparse.Namespace, device: torch.device) -> dict[str, An
     plain(job, 30, 1)
     start = {name: t.clone() for name, t in job.model.state_dict().items()}
 
-    def found(inverse: Any, dtype: torch.dtype, low: bool, streamed: bool = False) -> Tensor:
+    def found(inverse: Any, dtype: torch.dtype, low: bool) -> Tensor:
         torch.manual_seed(0)
         model = Transformer(2, width, shape.places).to(device)
         model.load_state_dict(start)
@@ -334,12 +334,12 @@ def main() -> None:
     parser.add_argument("--before", type=int, default=12, help="outer steps of nhgd before those")
     parser.add_argument("--channels", type=int, default=64)
     parser.add_argument("--images", type=int, default=256)
+    parser.add_argument("--autocast", choices=["auto", "on", "off"], default="auto", help="auto: on a GPU")
     parser.add_argument("--only", choices=["transformer", "resnet", "precision"])
     options = parser.parse_args()
-    options.converged = True
     device = torch.device(options.device)
     warnings.simplefilter("ignore", nhgd.InverseWarning)
-    low = device.type == "cuda"
+    low = device.type == "cuda" if options.autocast == "auto" else options.autocast == "on"
     found: dict[str, Any] = {
         "settings": {k: str(v) for k, v in vars(options).items()},
         "environment": environment(device),
