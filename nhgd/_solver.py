@@ -51,6 +51,8 @@ class Solver:
         project_v: the box (low, high) v is kept in, or a function that changes v in place.
         outer_clip: the largest norm of a hypergradient; longer ones are shortened to it, because one wild estimate would
             affect the moments of Adam for hundreds of steps.
+        accumulate: micro-batches into which the batch of an inner step is divided, for memory: gradient, curvature and cross
+            derivative are those of the whole batch. `nhgd` and `aid` do so.
         execution: where curvature is kept up to date: "inline", "thread", "stream", "device" or an executor.
         max_lag: how many records of inner steps may be pending before the inner loop waits.
         seed: of every random number the run draws. The caller's generators are left as they were.
@@ -95,6 +97,7 @@ class Solver:
         project: Projection = None,
         project_v: Projection = None,
         outer_clip: float | None = None,
+        accumulate: int = 1,
         execution: str | AbstractExecutor = "inline",
         max_lag: int | None = None,
         seed: int = 0,
@@ -121,7 +124,15 @@ class Solver:
         self._checkpoints = Checkpoints(checkpoint, checkpoint_every, overwrite, self.executor)
         self._peers = Peers(self.executor.group, self._checkpoints)
         settings = LoopSettings(
-            inner_steps, inner_lr, outer_lr, inner_optimizer, outer_optimizer, project, project_v, outer_clip
+            inner_steps,
+            inner_lr,
+            outer_lr,
+            inner_optimizer,
+            outer_optimizer,
+            project,
+            project_v,
+            outer_clip,
+            accumulate,
         )
         randomness = Randomness(seed, problem.theta.device)
         with self._peers.informed():

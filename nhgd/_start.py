@@ -14,6 +14,7 @@ from nhgd.checkpoint import Checkpoints, Progress
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError, RunError
 from nhgd.execution import AbstractExecutor
+from nhgd.loop.accumulation import micro_batches
 from nhgd.problem import Bilevel
 from nhgd.schedule import Learnt
 
@@ -33,6 +34,7 @@ def start(
     with randomness.scope(), library_settings():
         try:
             _refuse_learnt_rate(settings, algorithm)
+            _refuse_accumulation(settings, algorithm, executor)
             checkpoints.claim(problem.theta)
             loop = Loop(problem, inner_data, outer_data, settings, executor, algorithm.online)
             captured.begin(algorithm, loop)
@@ -57,7 +59,7 @@ def _look_at_first_batches(loop: Loop) -> None:
     problem = loop.problem
     inner_batch = loop.inner.peek()
     with threads.measuring(problem.theta.device) as measured:
-        problem.validate(inner_batch, loop.outer.peek(), loop.learnt_rate)
+        problem.validate(micro_batches(inner_batch, loop.settings.accumulate)[0], loop.outer.peek(), loop.learnt_rate)
     work = largest(loop.inverse, problem.theta, common_length(inner_batch) or 1, loop.settings.inner_steps)
     loop.choose_threads(threads.suited(max(measured.flops, work), problem.theta.device))
 
@@ -68,6 +70,21 @@ def _refuse_learnt_rate(settings: LoopSettings, algorithm: AbstractAlgorithm) ->
         raise InputError(
             f"The method {algorithm.name} takes theta for the inner optimum, which depends on no step size, so it cannot"
             " learn inner_lr. Use method='itd' or 'truncated', which differentiate the inner steps, or pass a number."
+        )
+
+
+def _refuse_accumulation(settings: LoopSettings, algorithm: AbstractAlgorithm, executor: AbstractExecutor) -> None:
+    """Micro-batches that would be passed over at once, or recorded one by one, would change nothing or too much."""
+    if settings.accumulate == 1:
+        return
+    learner = None if algorithm.online is None else algorithm.online.learner
+    if not algorithm.accumulates:
+        raise InputError(f"The method {algorithm.name} takes whole batches. Omit accumulate, or use nhgd or aid.")
+    if executor.group.team.size > 1:
+        raise InputError("Workers share each batch already. Omit accumulate, or use more workers.")
+    if learner is not None and learner.records in ("batch", "raw"):
+        raise InputError(
+            f"{learner.name} learns from the gradient of whole batches. Omit accumulate, or use records='sample', or kfac."
         )
 
 

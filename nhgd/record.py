@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple, Protocol, TypeAlias
@@ -198,7 +198,7 @@ class LayerRecord:
 class FoldedLayer:
     """What an inverse wants of a layer, made where its score arrived: its inputs and scores are gone.
 
-    `sums` are what its `fold` gave.
+    `sums` are means over the samples of the record, as its `fold` gave them.
     """
 
     weight: str
@@ -225,6 +225,60 @@ class LayerStatistics:
 
 
 InnerRecord: TypeAlias = BatchGradient | PerSampleGradients | LayerStatistics
+
+
+def joined(shards: Sequence[InnerRecord]) -> InnerRecord:
+    """The record of one step whose samples were divided, over several processes or into micro-batches."""
+    first = shards[0]
+    if len(shards) == 1:
+        return first
+    samples = sum(shard.samples for shard in shards)
+    if isinstance(first, BatchGradient):
+        return first  # the gradient of a batch already includes all workers
+    if isinstance(first, PerSampleGradients):
+        rows = [s.rows for s in shards if isinstance(s, PerSampleGradients)]
+        return PerSampleGradients(_side_by_side(rows, [s.samples for s in shards]), samples)
+    records = [s for s in shards if isinstance(s, LayerStatistics)]
+    by_name = [{layer.weight: layer for layer in record.layers} for record in records]
+    layers = tuple(_joined_layer([named[layer.weight] for named in by_name]) for layer in first.layers)
+    rows = [r.other_rows for r in records if r.other_rows is not None]
+    weights = [r.weights for r in records if r.weights is not None]
+    return LayerStatistics(
+        layers,
+        first.other_names,
+        _side_by_side(rows, [r.samples for r in records]) if rows else None,
+        torch.cat(weights) if weights else None,
+        samples,
+        batch_objective=first.batch_objective,
+        folded=_joined_folds(records),
+    )
+
+
+def _joined_folds(records: Sequence[LayerStatistics]) -> tuple[FoldedLayer, ...]:
+    """Means over the samples of all records, from those over the samples of each."""
+    shares = [record.samples / sum(r.samples for r in records) for record in records]
+    found = []
+    for layers in zip(*(record.folded for record in records), strict=True):
+        sums = zip(*([t * share for t in layer.sums] for layer, share in zip(layers, shares, strict=True)), strict=True)
+        found.append(replace(layers[0], sums=tuple(torch.stack(parts).sum(0) for parts in sums)))
+    return tuple(found)
+
+
+def _joined_layer(layers: Sequence[LayerRecord]) -> LayerRecord:
+    first = layers[0]
+    inputs = tuple(torch.cat(parts) for parts in zip(*(layer.raw_inputs for layer in layers), strict=True))
+    scores = tuple(
+        tuple(torch.cat(parts) for parts in zip(*calls, strict=True))
+        for calls in zip(*(layer.raw_scores for layer in layers), strict=True)
+    )
+    scale = torch.cat([layer.scale for layer in layers])
+    return replace(first, raw_inputs=inputs, raw_scores=scores, scale=scale)
+
+
+def _side_by_side(rows: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
+    """Rows (K B_r, d) of several shards as (K B, d), the rows of one k together."""
+    split = [part.reshape(-1, count, part.shape[1]) for part, count in zip(rows, samples, strict=True)]
+    return torch.cat(split, dim=1).flatten(0, 1)
 
 
 def batch_samples(record: InnerRecord) -> int:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import nhgd
 from nhgd._recording.recorder import Recorder
 from nhgd.algorithm import NHGD
-from nhgd.execution.distributed.wire import Layout, joined
+from nhgd.execution.distributed.wire import Layout
 from nhgd.inverse import EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow
 from nhgd.inverse._learned.learning import learn
 from nhgd.objective import Objective, OracleCalls
-from nhgd.record import LayerStatistics
+from nhgd.record import LayerStatistics, joined
 from tests import oracles
 from tests.catalogue import Made, cross_entropy, mean_cross_entropy, normal, of_classifier
 

@@ -29,10 +29,11 @@ from nhgd.execution.distributed import client
 from nhgd.execution.distributed.messages import Messenger
 from nhgd.execution.distributed.roles import Roles
 from nhgd.execution.distributed.server import Server
-from nhgd.execution.distributed.wire import Layout, from_bytes, joined, shapes, to_bytes
+from nhgd.execution.distributed.wire import Layout, from_bytes, shapes, to_bytes
 from nhgd.execution.group import Outcome
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Refined
 from nhgd.loop.loop import Loop, StepInfo
+from nhgd.record import joined
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 from tests import catalogue, oracles

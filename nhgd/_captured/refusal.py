@@ -14,6 +14,8 @@ def refusal(algorithm: AbstractAlgorithm, loop: Loop) -> str | None:
     """The reason, as a clause; None if the settings allow it."""
     problem = loop.problem
     why = algorithm.not_repeatable
+    if loop.settings.accumulate > 1:
+        return "micro-batches are passed over one by one"
     if why is not None:
         return why
     if loop.inverse is not None and not _is_repeatable(loop.inverse):

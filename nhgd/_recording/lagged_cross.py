@@ -38,12 +38,18 @@ class LaggedCross:
         """For the next inner step."""
         return CrossTap(self.weighing, self.along, recording)
 
-    def take(self, objective: Objective, tap: CrossTap, calls: OracleCalls | None = None) -> None:
-        """Add what the tap found in a step on this objective, before theta moves."""
+    def take(
+        self, objective: Objective, tap: CrossTap, calls: OracleCalls | None = None, part: float | None = None
+    ) -> None:
+        """Add what the tap found in a step on this objective, before theta moves.
+
+        part: the share of the samples of a step that is taken in several passes, and counted beforehand.
+        """
         weighing = self.weighing
         if calls is not None and (tap.source != "scores" or self.steps % PART == 0):
             calls.cross += 1
-        self.steps += 1
+        if part is None:
+            self.steps += 1
         terms = tap.terms
         if tap.pending is not None:
             self._pending.append(tap.pending)
@@ -55,12 +61,13 @@ class LaggedCross:
             objective.count(calls)
         # A batch that is not divided, all workers have.
         share = 1 / self.workers if objective.reduction is None else objective.share
+        share *= 1.0 if part is None else part
         for total, term in zip(self._total, terms, strict=False):
             if term is not None:
                 total.add_(term, alpha=share)
         if self._theta is not None:
             for total, leaf in zip(self._theta, weighing.problem.theta.leaves, strict=True):
-                total.add_(leaf.detach())
+                total.add_(leaf.detach(), alpha=1.0 if part is None else part)
 
     def _pull(self) -> None:
         """Take the derivatives of weights that were waited with: of those that v was merely indexed by, all at once."""

@@ -52,6 +52,7 @@ class AID(AbstractAlgorithm):
     """
 
     name: ClassVar[str] = "aid"
+    accumulates: ClassVar[bool] = True
     inverse: AbstractInverse = field(default_factory=CG)
     batches: int | str = 1
     warm_start: bool = True

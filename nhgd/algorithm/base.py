@@ -19,6 +19,7 @@ class AbstractAlgorithm(Validated, ABC):
 
     name: ClassVar[str]
     plain: ClassVar[bool] = False  # whether tasks give it plain gradient steps on theta in place of their own optimiser
+    accumulates: ClassVar[bool] = False  # whether its inner steps may be divided into micro-batches
     unrolls: ClassVar[bool] = False  # whether it differentiates the inner steps, and with them a learnt size of theirs
 
     @property

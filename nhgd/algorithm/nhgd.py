@@ -116,6 +116,7 @@ class NHGD(AbstractAlgorithm):
     """
 
     name: ClassVar[str] = "nhgd"
+    accumulates: ClassVar[bool] = True
     inverse: AbstractInverse | None = None
     refine: int = 0
     cross: Cross = "auto"

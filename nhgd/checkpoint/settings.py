@@ -23,6 +23,7 @@ FREE = ("execution", "max_lag", "metrics", "metrics_every", "checkpoint_every")
 # The types of settings read from a file; the solver checks values, and those that are passed.
 _PLAIN: dict[str, schema.Check] = {
     "inner_steps": schema.count_from_1,
+    "accumulate": schema.count_from_1,
     "metrics_every": schema.count_from_1,
     "seed": schema.count,
     "execution": schema.text,

@@ -113,9 +113,9 @@ class FisherDiagonal(LayerMeans[FisherDiagonalState]):
 
     @torch.no_grad()
     def fold(self, layer: LayerRecord, weights: Tensor | None, samples: int) -> tuple[Tensor]:
-        """What it wants of a layer of a batch: the sums of its squared gradients, (G, out, in)."""
+        """What it wants of a layer of a batch: the mean of its squared gradients, (G, out, in)."""
         dtype = self.dtype or layer.dtype
-        return (second_moments(layer.inputs.to(dtype), layer.scores.to(dtype)),)
+        return (second_moments(layer.inputs.to(dtype), layer.scores.to(dtype)) / (samples or 1),)
 
     @torch.no_grad()
     @override
@@ -125,9 +125,7 @@ class FisherDiagonal(LayerMeans[FisherDiagonalState]):
         batch = torch.zeros_like(state.diagonal)
 
         def put(name: str, values: Tensor) -> None:
-            batch[state.starts[name] : state.starts[name] + state.sizes[name]] = values.reshape(-1) / (
-                record.samples or 1
-            )
+            batch[state.starts[name] : state.starts[name] + state.sizes[name]] = values.reshape(-1)
 
         sums = [(layer.weight, layer.bias, self.fold(layer, None, record.samples)) for layer in record.layers]
         for weight, bias, (squares,) in [
@@ -138,7 +136,7 @@ class FisherDiagonal(LayerMeans[FisherDiagonalState]):
                 put(bias, squares[..., -1])
             put(weight, squares if bias is None else squares[..., :-1])
         if record.other_rows is not None:
-            squares = record.other_rows.to(batch.dtype).square().sum(0)
+            squares = record.other_rows.to(batch.dtype).square().sum(0) / (record.samples or 1)
             sizes = [state.sizes[name] for name in record.other_names]
             for name, values in zip(record.other_names, squares.split(sizes), strict=True):
                 put(name, values)

@@ -31,6 +31,7 @@ from nhgd.execution.base import AbstractExecutor, SupportsOverlap
 from nhgd.hypergradients.implicit import SolveWarnings
 from nhgd.inverse.base import AbstractInverse
 from nhgd.inverse.capabilities import couples, fold, needs_record, sampling
+from nhgd.loop.accumulation import accumulated, micro_batches
 from nhgd.loop.horizon import Horizon
 from nhgd.loop.mover import Mover
 from nhgd.loop.projection import project
@@ -240,17 +241,34 @@ class Loop:
         wanted = record and learner is not None and (always or needs_record(learner, self.clock.total))
         recorder = self._recording if wanted else None
         if recorder is not None and learner is not None:
-            recorder.sampling = None if always else sampling(learner, self._total)
+            taken = None if always else sampling(learner, self._total)
+            if taken is not None and taken.samples is not None:
+                taken = taken._replace(samples=-(-taken.samples // self.settings.accumulate))  # of each micro-batch
+            recorder.sampling = taken
             recorder.streams = self.executor.background is False and self.division.workers == 1
             recorder.fold = fold(learner) if recorder.streams else None
-        if cross is None:
-            found = objective.step(NO_TAP if recorder is None else recorder, self.calls)
+        parts = micro_batches(objective.batch, self.settings.accumulate)
+        if len(parts) == 1:
+            found = self._pass(objective, recorder, cross)
         else:
-            tap = cross.tap(recording=recorder is not None)
-            found = objective.step(tap, self.calls)
-            cross.take(objective, tap, self.calls)
+            if cross is not None:
+                cross.steps += 1
+            found = accumulated(
+                parts, lambda part, share: self._pass(self.objective(part, objective.seed), recorder, cross, share)
+            )
         if found.record is not None:
             self.executor.submit(found.record)
+        return found
+
+    def _pass(
+        self, objective: Objective, recorder: Recorder | None, cross: LaggedCross | None, share: float | None = None
+    ) -> InnerStep:
+        """The gradient on a batch, or on a micro-batch with this share of one, with its record and cross derivative."""
+        if cross is None:
+            return objective.step(NO_TAP if recorder is None else recorder, self.calls)
+        tap = cross.tap(recording=recorder is not None)
+        found = objective.step(tap, self.calls)
+        cross.take(objective, tap, self.calls, share)
         return found
 
     def inner_step(
@@ -334,7 +352,8 @@ class Loop:
     def oracle(self, inner_batches: Sequence[Batch], outer_batch: Batch = None, seed: int | None = None) -> Oracle:
         """The current point with these batches. A seed given twice replays dropout."""
         seed = self.seed() if seed is None else seed
-        inner = self.division.objectives(inner_batches, seed)
+        parts = [part for batch in inner_batches for part in micro_batches(batch, self.settings.accumulate)]
+        inner = self.division.objectives(parts, seed)
         return Oracle.over(inner, self.division.outer(outer_batch, seed), self.calls)
 
     def replay(self, objective: Objective) -> Oracle:

@@ -29,12 +29,15 @@ class LoopSettings:
     project: Projection = None
     project_v: Projection = None
     outer_clip: float | None = None
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "project", _radius(self.project))
         object.__setattr__(self, "project_v", _box(self.project_v))
         if not isinstance(self.inner_steps, int) or self.inner_steps < 1:
             raise InputError(f"inner_steps must be a whole number of at least 1, got {self.inner_steps}.")
+        if self.accumulate < 1:
+            raise InputError(f"accumulate must be a whole number of at least 1, got {self.accumulate}.")
         for name in ("inner_lr", "outer_lr"):
             rate = getattr(self, name)
             if rate is not None and not (name == "inner_lr" and isinstance(rate, Learnt)):

@@ -15,14 +15,14 @@ from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.assignment import Assignment
 from nhgd.execution.distributed.client import credit_period
 from nhgd.execution.distributed.messages import Message, Messenger, Tag, Word, error_to_text
-from nhgd.execution.distributed.wire import Layout, from_bytes, from_message, joined, to_message
+from nhgd.execution.distributed.wire import Layout, from_bytes, from_message, to_message
 from nhgd.execution.group import Outcome
 from nhgd.inverse._learned.damping import damped
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.state import State
 from nhgd.inverse.base import Learned
 from nhgd.inverse.capabilities import begun, operator
-from nhgd.record import InnerRecord
+from nhgd.record import InnerRecord, joined
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from nhgd._tree import Slot, Structure, flatten, unflatten
 from nhgd._tree.encoding import DTYPES, Decoder, Encoder, expected
 from nhgd.inverse._learned.state import State
-from nhgd.record import BatchGradient, InnerRecord, LayerRecord, LayerStatistics, PerSampleGradients
+from nhgd.record import BatchGradient, InnerRecord, LayerStatistics, PerSampleGradients
 
 S = TypeVar("S", bound=State)
 Shapes = Sequence[Any]  # (dtype, shape) for each tensor
@@ -93,49 +93,6 @@ class Layout(NamedTuple):
         """The record of these tensors. A partial one counts as complete."""
         made: InnerRecord = unflatten(self.structure, tensors)
         return made
-
-
-def joined(shards: Sequence[InnerRecord]) -> InnerRecord:
-    """The record of one step whose samples were divided over several processes."""
-    first = shards[0]
-    if len(shards) == 1:
-        return first
-    samples = sum(shard.samples for shard in shards)
-    if isinstance(first, BatchGradient):
-        return first  # the gradient of a batch already includes all workers
-    if isinstance(first, PerSampleGradients):
-        rows = [s.rows for s in shards if isinstance(s, PerSampleGradients)]
-        return PerSampleGradients(_side_by_side(rows, [s.samples for s in shards]), samples)
-    records = [s for s in shards if isinstance(s, LayerStatistics)]
-    by_name = [{layer.weight: layer for layer in record.layers} for record in records]
-    layers = tuple(_joined_layer([named[layer.weight] for named in by_name]) for layer in first.layers)
-    rows = [r.other_rows for r in records if r.other_rows is not None]
-    weights = [r.weights for r in records if r.weights is not None]
-    return LayerStatistics(
-        layers,
-        first.other_names,
-        _side_by_side(rows, [r.samples for r in records]) if rows else None,
-        torch.cat(weights) if weights else None,
-        samples,
-        batch_objective=first.batch_objective,
-    )
-
-
-def _joined_layer(layers: Sequence[LayerRecord]) -> LayerRecord:
-    first = layers[0]
-    inputs = tuple(torch.cat(parts) for parts in zip(*(layer.raw_inputs for layer in layers), strict=True))
-    scores = tuple(
-        tuple(torch.cat(parts) for parts in zip(*calls, strict=True))
-        for calls in zip(*(layer.raw_scores for layer in layers), strict=True)
-    )
-    scale = torch.cat([layer.scale for layer in layers])
-    return replace(first, raw_inputs=inputs, raw_scores=scores, scale=scale)
-
-
-def _side_by_side(rows: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
-    """Rows (K B_r, d) of several shards as (K B, d), the rows of one k together."""
-    split = [part.reshape(-1, count, part.shape[1]) for part, count in zip(rows, samples, strict=True)]
-    return torch.cat(split, dim=1).flatten(0, 1)
 
 
 def to_message(tree: State) -> tuple[dict[str, Any], list[Tensor]]:
