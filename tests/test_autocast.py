@@ -17,8 +17,6 @@ from nhgd.inverse._learned.learning import learn
 from nhgd.oracle import Oracle
 
 DIGITS = 2.0**-8  # of bfloat16
-# torch.func cannot differentiate torch's attention under autocast, with or without vmap (2.13).
-pytestmark = pytest.mark.filterwarnings("ignore:Per-sample gradients could not be vectorised .expected scalar type")
 
 
 def bfloat16() -> torch.autocast:
@@ -34,6 +32,21 @@ class Weigh(nn.Module):
 
     def forward(self, index: Tensor) -> Tensor:
         return self.layer(torch.cos(index[:, None] * torch.arange(1.0, 5.0)))[:, 0].float().sigmoid()
+
+
+class Tokens(nn.Module):
+    """Tables of tokens and of places, the first of which is the output layer too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.places, self.norm = nn.Embedding(4, 4), nn.Embedding(2, 4), nn.RMSNorm(4)
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = (x.float() * 2).floor().long().remainder(4)
+        z = self.norm(self.table(ids) + self.places(torch.arange(2)))
+        return self.head(torch.tanh(self.layer(z))).mean(1)[:, :3]
 
 
 class Small(nn.Module):
@@ -54,6 +67,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "conv": (lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3)), (12, 1, 4, 4)),
     "norm": (lambda: nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 3)), (12, 3)),
     "transformer": (Small, (12, 2, 3)),
+    "tokens": (Tokens, (12, 2)),
 }
 
 
@@ -240,7 +254,7 @@ def test_a_weight_used_elsewhere_through_the_copy_that_autocast_keeps() -> None:
     assert relative(*rows) < 6 * DIGITS
 
 
-@pytest.mark.parametrize("name", ["linear", "norm", "transformer"])
+@pytest.mark.parametrize("name", ["linear", "norm", "transformer", "tokens"])
 def test_a_model_in_half_precision_has_statistics_of_float32(name: str) -> None:
     problem, batch, _ = made(name, inside=False, dtype=torch.bfloat16)
     reference, exact_batch, _ = made(name, inside=False)
@@ -255,3 +269,21 @@ def test_a_model_in_half_precision_has_statistics_of_float32(name: str) -> None:
         state = learn(inverse, problem, [batch])
         kinds = {t.dtype for t in state.tensors().values() if t.is_floating_point()}
         assert kinds <= {torch.float32, torch.float64}
+
+
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")
+@pytest.mark.parametrize("low", ["autocast", "parameters"])
+@pytest.mark.parametrize("inverse", sorted(nhgd.inverse.INVERSES))
+def test_hypergradients_of_every_inverse_in_few_digits(inverse: str, low: str) -> None:
+    """Every inverse runs; those that solve a well-conditioned system agree with float64 up to their digits."""
+    damped = {"damping": 1.0} if "damping" in nhgd.inverse.INVERSES[inverse].__dataclass_fields__ else {}
+    chosen = nhgd.inverse.INVERSES[inverse](**damped)
+    found = []
+    for dtype in (torch.float64, torch.float32 if low == "autocast" else torch.bfloat16):
+        problem, inner, outer = made("tokens", low == "autocast" and dtype is torch.float32, dtype=dtype)
+        start = torch.linspace(-1, 1, problem.theta.numel).to(torch.bfloat16)
+        problem.theta.assign(start.to(dtype))
+        found.append(nhgd.hypergradient(problem, inner, outer, inverse=chosen).grad)
+    assert torch.isfinite(found[1]).all()
+    if damped and chosen.learner is not None:
+        assert relative(found[1], found[0]) < 24 * DIGITS

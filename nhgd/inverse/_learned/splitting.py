@@ -19,7 +19,7 @@ def blocks(size: int, most: int | None, even: bool) -> tuple[int, int]:
     count = ceil(size / most)
     if not even:
         return count, ceil(size / count)
-    return next(((n, size // n) for n in range(count, 4 * count) if size % n == 0), (1, size))
+    return next(((n, size // n) for n in range(count, 2 * count + 1) if size % n == 0), (1, size))
 
 
 def split(layer: tuple[int, int, int], most: int | None) -> tuple[int, int, int]:
