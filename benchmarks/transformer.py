@@ -299,9 +299,7 @@ def precision(options: argparse.Namespace, device: torch.device) -> dict[str, An
         "bfloat16": found(kfac, torch.bfloat16, low=False),
         "block": found(nhgd.inverse.KFAC(damping=damping, split=max(16, width // 2)), torch.float32, low=True),
     }
-    converged = found(
-        nhgd.inverse.Refined(kfac, steps=60, matrix="ggn") if options.converged else kfac, torch.float32, low=False
-    )
+    converged = found(nhgd.inverse.Refined(kfac, steps=60, matrix="ggn"), torch.float32, low=False)
     return {
         "parameters": sum(t.numel() for t in start.values()),
         "against_float64": {name: relation(grad, exact) for name, grad in ways.items()},

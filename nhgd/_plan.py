@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import log
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nhgd._cost import Operation, Work, work
 from nhgd._html import table
-from nhgd._memory import synchronise
+from nhgd._memory import extrapolated, peak_of, synchronise
 from nhgd._shape import Shape
 from nhgd._surroundings import library_settings
 from nhgd._threads import on_suited_threads
+from nhgd._tree import map_tensors
 from nhgd._validation import validated
 from nhgd.data.batch import Batch, common_length, move
 from nhgd.errors import InputError
 from nhgd.inverse import INVERSES, AbstractInverse, FisherWindow, resolve
-from nhgd.inverse.capabilities import warnings_for
+from nhgd.inverse.capabilities import kept, products, warnings_for
 from nhgd.loop.calibration import places
+from nhgd.objective import Objective
 from nhgd.oracle import Oracle
-from nhgd.problem import Bilevel
+from nhgd.problem import FEW, Bilevel
+from nhgd.variable import Variable
 
 HEADS = ("inverse", "memory", "ms", "ms a step", "  note")
 WIDTHS = ("<16", ">12", ">12", ">12", "<6")
@@ -37,7 +41,9 @@ class Plan:
         rows: one dict for each inverse: inverse; bytes (its state, one solve, and the record of a batch, beyond the graph of
             an inner gradient); milliseconds (of one hypergradient, as `check` measures it: the outer gradient, the solve
             and the cross derivative; of an iteration that may stop early, all its steps); solve_milliseconds (the solve
-            alone); step_milliseconds (what it adds to each inner step); fits (in the memory that is free now); note.
+            alone); step_milliseconds (what it adds to each inner step); peak_bytes (all tensors of a run of `nhgd`, or of `aid` for
+            an inverse that learns nothing, when they are most: theta, its gradient, what passes hold and the inverse; an
+            optimiser's own moments come on top; None without a batch); fits (in the memory that is free now); note.
         dimension: D, the number of inner parameters.
         outer_dimension: the number of outer parameters.
         free_bytes: free memory on theta's device; None if unknown.
@@ -115,6 +121,7 @@ def plan(
     if inner_batch is not None and batch_size is not None:
         raise InputError("plan uses the samples of the given batch, so batch_size would be ignored. Omit it.")
     prices = _Prices(theta.device, theta.dtype)
+    peaks: _Peaks | None = None
     if inner_batch is None:
         samples = 1024 if batch_size is None else batch_size
         shape = Shape.of(theta, samples, None, problem.ridge_coefficients())
@@ -126,6 +133,7 @@ def plan(
         with problem.guarded(seed=0):
             shape = Shape.of(theta, samples, places(problem, batch), problem.ridge_coefficients())
         _time_passes(problem, batch, prices)
+        peaks = _Peaks.of(problem, batch)
     free = free_bytes(theta.device)
     rows = []
     for name, inverse in chosen:
@@ -144,11 +152,64 @@ def plan(
                 "milliseconds": 1e3 * (prices.outer + solve),
                 "solve_milliseconds": 1e3 * solve,
                 "step_milliseconds": 1e3 * prices.of(found.step),
+                "peak_bytes": None if peaks is None else peaks.with_inverse(inverse, theta),
                 "fits": free is None or size <= free,
                 "note": "; ".join(notes),
             }
         )
     return Plan(rows, theta.numel, problem.v.numel, free, 1e3 * prices.gradient, inner_batch is not None, samples)
+
+
+class _Peaks(NamedTuple):
+    """Bytes that passes over a batch make and hold at once.
+
+    Attributes:
+        step: of an inner step.
+        product: of a product that `nhgd` takes now and then.
+        whole: of a product on the whole batch.
+        cross: of a cross derivative through the graph of a gradient.
+    """
+
+    step: int
+    product: int
+    whole: int
+    cross: int
+
+    @classmethod
+    def of(cls, problem: Bilevel, batch: Batch) -> _Peaks:
+        """Extrapolated from some of the samples."""
+        samples = common_length(batch)
+        vector = torch.ones_like(problem.theta.flat())
+
+        def some(count: int) -> Batch:
+            return map_tensors(lambda t: t[:count] if t.ndim else t, batch) if samples is not None else batch
+
+        def step(count: int) -> None:
+            with problem.guarded(seed=0, twice=False):
+                Objective(problem, some(count)).step()
+
+        def product(count: int) -> None:
+            Oracle(problem, [some(count)]).hvp(vector)
+
+        def cross(count: int) -> None:
+            Oracle(problem, [some(count)]).cross(vector)
+
+        whole = in_v = 0
+        with suppress(RuntimeError):  # an operation without a second derivative: said by those that need one
+            whole, in_v = extrapolated(product, samples or 1), extrapolated(cross, samples or 1)
+        few = problem.few(batch)
+        product_of_few = whole if few is None or not whole else peak_of(lambda: product(FEW))
+        return cls(extrapolated(step, samples or 1), product_of_few, whole, in_v)
+
+    def with_inverse(self, inverse: AbstractInverse, theta: Variable) -> int:
+        """The same with theta and what the inverse keeps, or needs besides."""
+        own = theta.numel * theta.dtype.itemsize
+        stays, most = kept(inverse, theta), inverse.memory(theta)
+        # Where an inverse learns or solves, a gradient is there, but no pass.
+        product = self.product + 2 * own
+        if inverse.learner is not inverse:
+            product = self.whole + most - stays if products(inverse) != 0 else self.cross + own
+        return own + max(self.step + stays, product + stays, most + own)
 
 
 class _Prices:

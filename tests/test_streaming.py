@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import nhgd
+from nhgd._memory import peak_of
 from nhgd._recording.recorder import Recorder
 from nhgd._recording.sampling import Sampling
 from nhgd._recording.streaming import Arrivals
@@ -78,31 +76,6 @@ def test_a_streamed_cross_derivative_equals_a_held_one(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
-class Alive(TorchDispatchMode):
-    """The bytes of all tensors that are alive, made inside, at most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now, self.peak = 0, 0
-        self.seen: dict[int, Any] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
-                if key not in self.seen:
-                    self.seen[key] = weakref.finalize(storage, self._gone, key, size)
-                    self.now += size
-                    self.peak = max(self.peak, self.now)
-        return result
-
-    def _gone(self, key: int, size: int) -> None:
-        self.seen.pop(key, None)
-        self.now -= size
-
-
 def deep() -> tuple[nhgd.Bilevel, Any]:
     torch.manual_seed(0)
     net = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh())])
@@ -117,9 +90,7 @@ def deep() -> tuple[nhgd.Bilevel, Any]:
 
 def peak(work: Any) -> int:
     work()  # layers are verified the first time
-    with Alive() as alive:
-        work()
-    return alive.peak
+    return peak_of(work)
 
 
 def test_nothing_is_held_for_the_whole_model() -> None:

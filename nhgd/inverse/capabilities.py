@@ -137,6 +137,15 @@ class FoldsLayers(Protocol):
 
 
 @runtime_checkable
+class KeepsLess(Protocol):
+    """A learned inverse that holds less while inner steps are taken than while it learns or solves."""
+
+    def kept(self, theta: Variable) -> int:
+        """The bytes that stay."""
+        ...
+
+
+@runtime_checkable
 class Couples(Protocol):
     """A learned inverse that knows which rows of a record it multiplies."""
 
@@ -226,6 +235,13 @@ def sampling(learner: Learned[Any], step: int) -> Sampling | None:
 def fold(learner: Learned[Any]) -> Callable[[LayerRecord, Tensor | None, int], tuple[Tensor, ...]] | None:
     """What a learner makes of a layer where its score arrives; None: it needs whole records."""
     return learner.fold if isinstance(learner, FoldsLayers) else None
+
+
+def kept(inverse: AbstractInverse, theta: Variable) -> int:
+    """The bytes that stay while inner steps are taken; of an inverse that learns nothing, those of its last x."""
+    if isinstance(inverse, KeepsLess):
+        return inverse.kept(theta)
+    return theta.numel * theta.dtype.itemsize if inverse.learner is None else inverse.memory(theta)
 
 
 def couples(learner: Learned[Any]) -> bool:

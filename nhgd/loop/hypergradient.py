@@ -73,7 +73,7 @@ def hypergradient(
     adjust = None
     if horizon is not None and inverse.learner is inverse:
         solver = partial(preconditioner, inverse, curvature, at)
-        adjust = partial(_adjusted, loop, horizon, at, outer.theta, solver, extra)
+        adjust = partial(_adjusted, loop, horizon, at if along is None else _own(at), outer.theta, solver, extra)
     found = implicit(at, inverse, curvature, start, along, outer, loop.solve_warnings, adjust)
     notes = {
         "residual": tape.defer(lambda stats: stats.residual, found.stats),
@@ -108,6 +108,13 @@ def _adjusted(
     better, found = horizon.measured(_few(at), u, x, solver(), gradient)
     notes |= found if isinstance(found, dict) else {tape.MORE: found}
     return better
+
+
+def _own(at: Oracle) -> Oracle:
+    """The same oracle, with a graph of its own, that is let go where nothing else takes a product."""
+    own = Oracle.over(at.objectives, calls=at.calls)
+    own.damp(at.damping)
+    return own
 
 
 def _few(at: Oracle) -> Oracle:

@@ -304,6 +304,17 @@ class AbstractKronecker(LayerMeans[T]):
 
         A solve with an uneven ridge holds a dozen more vectors, and separate bases.
         """
+        size, factors, bases, blocks = self._numbers(theta)
+        vectors = (3 + 2 * self.moments) * theta.numel
+        return size * (2 * sum(factors) + sum(bases) + max(factors, default=0) + 3 * blocks + vectors)
+
+    def kept(self, theta: Variable) -> int:
+        """What stays while inner steps are taken: factors, eigenvectors, blocks, moments and the last x."""
+        size, factors, bases, blocks = self._numbers(theta)
+        return size * (sum(factors) + sum(bases) + blocks + (1 + self.moments) * theta.numel)
+
+    def _numbers(self, theta: Variable) -> tuple[int, list[int], list[int], int]:
+        """The bytes of a number, and the numbers in the factors and eigenvectors of each layer and in all blocks."""
         size = (self.dtype or torch.promote_types(theta.dtype, torch.float32)).itemsize
         layers = layer_shapes(theta)
         covered = {name for names in layers for name in names}
@@ -314,9 +325,7 @@ class AbstractKronecker(LayerMeans[T]):
             factors.append(layer[0] * (wide * width**2 + rows * height**2))
             bases.append(groups * (width**2 + height**2))
         others = [n for name, n in zip(theta.names, theta.sizes, strict=True) if name not in covered]
-        blocks = sum(n**2 if n <= self.dense_limit else n for n in others)
-        vectors = (3 + 2 * self.moments) * theta.numel
-        return size * (2 * sum(factors) + sum(bases) + max(factors, default=0) + 3 * blocks + vectors)
+        return size, factors, bases, sum(n**2 if n <= self.dense_limit else n for n in others)
 
     def warnings_for(self, theta: Variable) -> list[str]:
         """Which parameters are outside the layers, and what they get."""
