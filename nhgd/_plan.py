@@ -14,13 +14,14 @@ import torch
 from nhgd._cost import Operation, Work, work
 from nhgd._html import table
 from nhgd._memory import extrapolated, peak_of, synchronise
+from nhgd._recording.recorder import Recorder
 from nhgd._shape import Shape
 from nhgd._surroundings import library_settings
 from nhgd._threads import on_suited_threads
 from nhgd._tree import map_tensors
 from nhgd._validation import validated
 from nhgd.data.batch import Batch, common_length, move
-from nhgd.errors import InputError
+from nhgd.errors import InputError, NhgdError
 from nhgd.inverse import INVERSES, AbstractInverse, FisherWindow, resolve
 from nhgd.inverse.capabilities import kept, products, warnings_for
 from nhgd.loop.calibration import places
@@ -165,12 +166,14 @@ class _Peaks(NamedTuple):
 
     Attributes:
         step: of an inner step.
+        first: of the first one that is recorded, in which layers are verified.
         product: of a product that `nhgd` takes now and then.
         whole: of a product on the whole batch.
         cross: of a cross derivative through the graph of a gradient.
     """
 
     step: int
+    first: int
     product: int
     whole: int
     cross: int
@@ -199,7 +202,11 @@ class _Peaks(NamedTuple):
             whole, in_v = extrapolated(product, samples or 1), extrapolated(cross, samples or 1)
         few = problem.few(batch)
         product_of_few = whole if few is None or not whole else peak_of(lambda: product(FEW))
-        return cls(extrapolated(step, samples or 1), product_of_few, whole, in_v)
+        first = 0
+        if few is None and problem.theta.root is not None:
+            with suppress(NhgdError, RuntimeError, ValueError):  # said by the inverses that learn
+                first = extrapolated(lambda n: Recorder(problem, "layer", couples=False).step(some(n)), samples or 1)
+        return cls(extrapolated(step, samples or 1), first, product_of_few, whole, in_v)
 
     def with_inverse(self, inverse: AbstractInverse, theta: Variable) -> int:
         """The same with theta and what the inverse keeps, or needs besides."""
@@ -209,7 +216,8 @@ class _Peaks(NamedTuple):
         product = self.product + 2 * own
         if inverse.learner is not inverse:
             product = self.whole + most - stays if products(inverse) != 0 else self.cross + own
-        return own + max(self.step + stays, product + stays, most + own)
+        step = self.step if inverse.learner is None else max(self.step, self.first)
+        return own + max(step + stays, product + stays, most + own)
 
 
 class _Prices:

@@ -140,10 +140,17 @@ class Recorder(Tap):
         self.problem.note_weights(found.losses)
         if weighing is not None and not found.batch_objective:
             found.losses, found.seeds = weighing(found.losses)
-        self.verification.verify(found, batch)
+        # Of a large model, layers are verified before, on a few samples; else afterwards, when the graph is gone.
+        due = self.verification.is_due(found)
+        before = due and self.problem.few(batch) is not None
+        if before:
+            self.verification.verify(found, batch)
         needed = gradient or not found.is_plain
         keep = gradient and self._needs_graph(found)
-        self._differentiate(found, keep, needed, self._arrivals(found, needed, along, recording))
+        arrivals = None if due and not before else self._arrivals(found, needed, along, recording)
+        self._differentiate(found, keep, needed, arrivals)
+        if due and not before:
+            self.verification.verify(found, batch)
         self.verification.note(found, found.data if found.own is None else found.own)
         return found
 

@@ -36,19 +36,20 @@ class Products:
     """
 
     def __init__(self, found: TappedPass, along: Mapping[str, Tensor]) -> None:
-        self.found = found
+        # Not the pass itself, which holds this object: only the garbage collector would let go of its graph.
+        self.calls, self.leaf_calls, self.first_leaf = found.calls, found.leaf_calls, found.of_leaves.start
         self.along = along
         self.total = torch.zeros_like(found.losses.values)
         self.coarse = False  # whether a score was of float16, in which the least seeds vanish
 
     def take(self, position: int, score: Tensor) -> None:
         """Add the part of one call."""
-        found, samples = self.found, len(self.total)
+        samples = len(self.total)
         self.coarse |= score.dtype is torch.float16
-        if position < len(found.calls):
-            part = product(found.calls[position], score, self.along)
+        if position < len(self.calls):
+            part = product(self.calls[position], score, self.along)
         else:
-            call = found.leaf_calls[position - found.of_leaves.start]
+            call = self.leaf_calls[position - self.first_leaf]
             part = call.products(score, self.along, samples)
         self.total += part.to(self.total.dtype)
 
