@@ -90,7 +90,7 @@ class Mover:
             if moments:
                 decay = group["betas"][1] if "betas" in group else 0.0
                 # Each device is asked once.
-                sums = [whole(torch.stack([m.double().sqrt().sum(), m.double().sum()])) for m, _ in moments]
+                sums = [torch.stack([whole(m.double().sqrt().sum()), whole(m.double().sum())]) for m, _ in moments]
                 places = {t.device for t in sums}
                 each = [torch.stack([t for t in sums if t.device == place]).sum(0).cpu() for place in places]
                 roots, squares = torch.stack(each).sum(0)
