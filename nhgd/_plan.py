@@ -202,10 +202,15 @@ class _Peaks(NamedTuple):
             whole, in_v = extrapolated(product, samples or 1), extrapolated(cross, samples or 1)
         few = problem.few(batch)
         product_of_few = whole if few is None or not whole else peak_of(lambda: product(FEW))
+
+        def record(count: int) -> None:
+            with problem.guarded(seed=0, twice=False):
+                Recorder(problem, "layer", couples=False).step(some(count))
+
         first = 0
         if few is None and problem.theta.root is not None:
             with suppress(NhgdError, RuntimeError, ValueError):  # said by the inverses that learn
-                first = extrapolated(lambda n: Recorder(problem, "layer", couples=False).step(some(n)), samples or 1)
+                first = extrapolated(record, samples or 1)
         return cls(extrapolated(step, samples or 1), first, product_of_few, whole, in_v)
 
     def with_inverse(self, inverse: AbstractInverse, theta: Variable) -> int:

@@ -166,10 +166,10 @@ class Attending(nn.Module):
         return self.head(self.attention(x, other, other, need_weights=False)[0]).mean(1)
 
 
-def made(name: str, likelihood: str | None = None) -> tuple[nhgd.Bilevel, Any]:
+def made(name: str, likelihood: str | None = None, nets: dict[str, Any] = NETS) -> tuple[nhgd.Bilevel, Any]:
     """Sample weights for a classifier with three classes; the first weight is next to nothing."""
     torch.manual_seed(0)
-    make, shape = NETS[name]
+    make, shape = nets[name]
     net = make().double()
     with torch.no_grad():
         for parameter in net.parameters():

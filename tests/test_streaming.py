@@ -22,16 +22,17 @@ from tests.test_leaf_calls import IDS, NETS, Sequential, Tokens, made
 NAMES = ["LayerNorm", "Embedding", "TransformerEncoderLayer", "Conv1d", "checkpointed", "LoRA of layers"]
 NAMES += ["attention with keys of another width", "places of every sample", "RMSNorm"]
 CONV = "convolution"
-NETS[CONV] = (lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(True), nn.Flatten(), nn.Linear(8, 3)), (5, 1, 3, 3))
+OWN: dict[str, Any] = dict(NETS)  # the others' own stay as they are
+OWN[CONV] = (lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(True), nn.Flatten(), nn.Linear(8, 3)), (5, 1, 3, 3))
 NORMED = "batch norm"
-NETS[NORMED] = (
+OWN[NORMED] = (
     lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2), nn.ReLU(True), nn.Flatten(), nn.Linear(8, 3)),
     (5, 1, 3, 3),
 )
 
 
 def records(name: str, inverse: Any, sampling: Sampling | None, streams: bool, likelihood: str | None = None) -> Any:
-    problem, batch = made(name, likelihood)
+    problem, batch = made(name, likelihood, OWN)
     recorder = Recorder(problem, "layer", inverse.fisher, couples=False)
     found = []
     for _ in range(2):
@@ -68,7 +69,7 @@ def test_streamed_statistics_equal_held_ones(name: str, inverse: Any, sampling: 
 
 @pytest.mark.parametrize("name", [*NAMES, "tied", CONV])
 def test_a_streamed_cross_derivative_equals_a_held_one(name: str) -> None:
-    problem, batch = made(name)
+    problem, batch = made(name, nets=OWN)
     x = torch.randn(problem.theta.numel, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
     found = [Weighing(problem).cross(Objective(problem, batch, 0), at_once=early)(x) for early in (True, False)]
     assert [source for _, source in found] == ["scores", "scores"]
@@ -125,11 +126,11 @@ def test_a_layer_of_unknown_code_is_held() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return 2 * super().forward(x)
 
-    NETS["scaled"] = (lambda: Sequential(Scaled(4, 4)), (5, 3, 4))
+    OWN["scaled"] = (lambda: Sequential(Scaled(4, 4)), (5, 3, 4))
     try:
-        problem, batch = made("scaled")
+        problem, batch = made("scaled", nets=OWN)
     finally:
-        del NETS["scaled"]
+        del OWN["scaled"]
     recorder = Recorder(problem, "layer", couples=False)
     recorder.streams, recorder.fold = True, KFAC().fold
     record: Any = recorder.step(batch).record

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
+from nhgd._recording.recorder import Fold
 from nhgd._tree import map_tensors
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
-from nhgd.record import InnerStep, joined
+from nhgd.record import FoldedLayer, InnerRecord, InnerStep, LayerStatistics, joined
 
 
 def micro_batches(batch: Batch, count: int) -> list[Batch]:
@@ -35,10 +37,14 @@ def micro_batches(batch: Batch, count: int) -> list[Batch]:
     return [part(a, b) for a, b in pairwise(edges) if b > a]
 
 
-def accumulated(parts: Sequence[Batch], take: Callable[[Batch, float], InnerStep]) -> InnerStep:
+def accumulated(
+    parts: Sequence[Batch], take: Callable[[Batch, float], InnerStep], fold: Fold | None = None
+) -> InnerStep:
     """One step from those on its parts: means over all samples.
 
-    take: the step on a part, given its share of the samples.
+    Args:
+        take: the step on a part, given its share of the samples.
+        fold: what is kept of each layer that a part has in full, as the others may have done where scores arrived.
     """
     sizes = [common_length(part) or 1 for part in parts]
     total, gradient, value, records = sum(sizes), list[torch.Tensor](), None, []
@@ -51,6 +57,15 @@ def accumulated(parts: Sequence[Batch], take: Callable[[Batch, float], InnerStep
             torch._foreach_add_(gradient, list(step.gradient), alpha=share)
             value = value + step.value * share
         if step.record is not None:
-            records.append(step.record)
+            records.append(step.record if fold is None else _folded(step.record, fold))
     assert value is not None
     return InnerStep(gradient, value, joined(records) if records else None)
+
+
+def _folded(record: InnerRecord, fold: Fold) -> InnerRecord:
+    if not isinstance(record, LayerStatistics):
+        return record
+    own = [
+        FoldedLayer(layer.weight, layer.bias, fold(layer, record.weights, record.samples)) for layer in record.layers
+    ]
+    return replace(record, layers=(), folded=(*record.folded, *own))

@@ -253,8 +253,11 @@ class Loop:
         else:
             if cross is not None:
                 cross.steps += 1
+            folds = None if recorder is None or recorder.sampling is not None else recorder.fold
             found = accumulated(
-                parts, lambda part, share: self._pass(self.objective(part, objective.seed), recorder, cross, share)
+                parts,
+                lambda part, share: self._pass(self.objective(part, objective.seed), recorder, cross, share),
+                folds,
             )
         if found.record is not None:
             self.executor.submit(found.record)
