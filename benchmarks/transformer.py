@@ -272,7 +272,7 @@ def precision(options: argparse.Namespace, device: torch.device) -> dict[str, An
     shape = argparse.Namespace(places=min(options.places, 64), batch=min(options.batch, 16))
     width = 192 if options.width >= 192 else options.width
     job = text_job(shape, device, 2, width, low=False)
-    plain(job, 30, 1)
+    plain(job, 10, 1)
     start = {name: t.clone() for name, t in job.model.state_dict().items()}
 
     def found(inverse: Any, dtype: torch.dtype, low: bool) -> Tensor:
@@ -281,7 +281,7 @@ def precision(options: argparse.Namespace, device: torch.device) -> dict[str, An
         model.load_state_dict(start)
         own = Job(model.to(dtype), job.inner, job.outer, None, low)
         return nhgd.hypergradient(
-            own.problem(), job.inner[:8], job.outer[0], inverse=inverse, inner_data=job.inner[:8]
+            own.problem(), job.inner[:2], job.outer[0], inverse=inverse, inner_data=job.inner[:2]
         ).grad.double()
 
     def relation(a: Tensor, b: Tensor) -> dict[str, float]:
@@ -299,7 +299,7 @@ def precision(options: argparse.Namespace, device: torch.device) -> dict[str, An
         "bfloat16": found(kfac, torch.bfloat16, low=False),
         "block": found(nhgd.inverse.KFAC(damping=damping, split=max(16, width // 2)), torch.float32, low=True),
     }
-    converged = found(nhgd.inverse.Refined(kfac, steps=60, matrix="ggn"), torch.float32, low=False)
+    converged = found(nhgd.inverse.Refined(kfac, steps=30, matrix="ggn"), torch.float32, low=False)
     return {
         "parameters": sum(t.numel() for t in start.values()),
         "against_float64": {name: relation(grad, exact) for name, grad in ways.items()},
