@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -226,8 +227,13 @@ class Comparison:
         progress: bool | None = None,
         say: Callable[[str], None] = lambda words: None,
         suffixes: Sequence[str] = FORMATS,
+        until: float | None = None,
     ) -> Table:
-        """Run what is not in the folder yet, write everything there, and give the table."""
+        """Run what is not in the folder yet, write everything there, and give the table.
+
+        Args:
+            until: a reading of `time.monotonic` after which no further run begins; the table is then of those there are.
+        """
         with ExitStack() as stack:
             place = stack.enter_context(folder(out))
             store = None if place is None else Store(place.path, self.asked())
@@ -239,13 +245,13 @@ class Comparison:
             if store is not None:
                 store.begin()
             try:
-                runs = self._runs(trials, store, progress, say)
+                runs = self._runs(trials, store, progress, say, until)
                 for _ in range(self.widen):
                     wider = self._wider(runs)
-                    if not wider:
+                    if not wider or late(until):
                         break
                     trials += wider
-                    runs += self._runs(wider, store, progress, say)
+                    runs += self._runs(wider, store, progress, say, until)
             except KeyboardInterrupt as stop:
                 if store is not None:
                     stop.args = (f"The finished runs are in {out}; the same command goes on from there.",)
@@ -267,7 +273,12 @@ class Comparison:
             check_metric(metric, [*made.metrics(theta, v), *made.losses()], self.task.name)
 
     def _runs(
-        self, trials: Sequence[Trial], store: Store | None, progress: bool | None, say: Callable[[str], None]
+        self,
+        trials: Sequence[Trial],
+        store: Store | None,
+        progress: bool | None,
+        say: Callable[[str], None],
+        until: float | None = None,
     ) -> list[Run]:
         found: dict[str, Run] = {}
         if store is not None:
@@ -277,16 +288,16 @@ class Comparison:
         left = [trial for trial in trials if trial.key not in found]
         with bar("bench", progress) as tick:
             tick(len(found) / len(trials), "the first run" if left else "")
-            for trial, run in self._measured(left, store):
+            for trial, run in self._measured(before(left, until), store):
                 found[trial.key] = run
                 words = f"{trial.label}, seed {trial.seed}{_in_brackets(trial.settings)}"
                 tick(len(found) / len(trials), words)
                 say(f"{len(found)} of {len(trials)}: {words}: {_ended(run, self.task.headline)}")
-        return [found[trial.key] for trial in trials]
+        return [found[trial.key] for trial in trials if trial.key in found]
 
-    def _measured(self, trials: Sequence[Trial], store: Store | None) -> Iterator[tuple[Trial, Run]]:
+    def _measured(self, trials: Iterable[Trial], store: Store | None) -> Iterator[tuple[Trial, Run]]:
         drawing = {self.seeds[0]} if store is not None else set()
-        if self.jobs == 1 or len(trials) < 2:
+        if self.jobs == 1:
             for trial in trials:
                 yield _kept(trial, store, trial.seed in drawing)
             return
@@ -316,6 +327,19 @@ class Comparison:
                 if trial.key not in known:
                     found.append(trial)
         return found
+
+
+def before(trials: Iterable[Trial], until: float | None) -> Iterator[Trial]:
+    """The trials, until a reading of `time.monotonic`."""
+    for trial in trials:
+        if late(until):
+            return
+        yield trial
+
+
+def late(until: float | None) -> bool:
+    """Whether a reading of `time.monotonic` is past."""
+    return until is not None and time.monotonic() > until
 
 
 def _kept(trial: Trial, store: Store | None, drawing: bool) -> tuple[Trial, Run]:

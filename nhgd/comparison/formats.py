@@ -35,7 +35,7 @@ def text(table: Table) -> str:
     cells = _summary_cells(table)
     to_target = {row["method"]: row for row in (table.target or {"methods": []})["methods"]}
     head = ["method", *(_titled(name) for name in names), "median steps", "ms/step", "gradients/step"]
-    axis = "seconds" if about["unit"] == "s" else "gradients"
+    axis = "gradients" if about["unit"] == "g" else "seconds"
     target = table.target
     if target is not None:
         head.append(f"{'s' if axis == 'seconds' else 'gradients'} to {target_words(target)}")

@@ -18,7 +18,7 @@ import torch
 from typing_extensions import override
 
 from nhgd._experiment import Built, Experiment
-from nhgd._memory import out_of_memory
+from nhgd._memory import PeakMemory, out_of_memory
 from nhgd._results import jsonable
 from nhgd._solution import Row
 from nhgd._solver import Solver
@@ -49,6 +49,7 @@ class Trial:
         patience: evaluations without a better selection loss after which it ends.
         points: about how often it is evaluated.
         watch: sees what was spent and the selection loss after each evaluation, and says whether the run ends there.
+        memory: whether the memory of its outer steps is measured: on the CPU in the separate run, on a GPU in the run itself.
     """
 
     task: str | AbstractTask
@@ -63,6 +64,7 @@ class Trial:
     warmup: int = 2
     patience: int | None = None
     points: int = 50
+    memory: bool = False
     pictures: Path | None = field(default=None, compare=False)
     watch: Callable[[Spent, float], bool] | None = field(default=None, compare=False)
 
@@ -141,10 +143,13 @@ def _measure(trial: Trial, run: Run) -> None:
     threads = experiment.task.threads
     with limited(None if threads is None or device.type != "cpu" else min(threads, torch.get_num_threads())):
         pace = _warmed_up(trial, experiment, device)
+        if "megabytes" in pace:
+            run["peak_megabytes"] = pace["megabytes"]
         began = time.perf_counter()
         built = experiment.build(trial.seed, device, trial.data)
         run["preparation_seconds"] = time.perf_counter() - began
         run["evaluated_every"] = every = max(1, round(trial.allowance.steps(pace) / trial.points))
+        before = _on_gpu(device) if trial.memory else None
         with _begun(built, trial.seed, every) as solver:
             solver.on_step.append(_Pace(solver, trial, every).note)
             start = solver.evaluate()
@@ -157,6 +162,8 @@ def _measure(trial: Trial, run: Run) -> None:
                 last = {"step": run["steps"], "seconds": run["seconds"]} | solver.evaluate()
                 run["points"].append(_point(last, start, run["gradients"]))
             run["result"] = solution.result
+            if before is not None:
+                run["peak_megabytes"] = (torch.cuda.max_memory_allocated(device) - before) / 1e6
             run["metrics"] = {name: _finite(value) for name, value in built.instance.summary(solution).items()}
             run["described"] = jsonable(built.described() | {"method": solver.algorithm})
             run["compile"] = jsonable(solution.stats["compile"])
@@ -217,14 +224,27 @@ def _warmed_up(trial: Trial, experiment: Experiment, device: torch.device) -> di
 
     What one outer step then costs. Every process does this once for each method with its settings.
     """
-    key = json.dumps([str(trial.task), trial.preset, trial.label, jsonable(trial.settings), trial.device])
+    same = {name: value for name, value in trial.settings.items() if not name.endswith("_lr")}  # which change no cost
+    key = json.dumps([str(trial.task), trial.preset, trial.label, jsonable(same), trial.device, trial.memory])
     if key not in _PACES:
         built = experiment.build(trial.seed, device, trial.data)
         with _begun(built, trial.seed, every=2**30) as solver:
             rows = solver.run(steps=max(2, trial.warmup), progress=False).history
             solver.evaluate()
         _PACES[key] = _cost(rows)
+        if trial.memory and device.type != "cuda":
+            with PeakMemory() as peak, _begun(built, trial.seed, every=2**30) as solver:
+                solver.run(steps=1, progress=False)
+            _PACES[key]["megabytes"] = peak.bytes / 1e6
     return _PACES[key]
+
+
+def _on_gpu(device: torch.device) -> int | None:
+    """The memory that tensors have on a GPU before a run, whose peak is counted from here; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
 
 
 def _cost(rows: Sequence[Row]) -> dict[str, float]:

@@ -126,7 +126,7 @@ def _comparison(found: Mapping[str, Any]) -> Html:
     names = main_metrics(found, found["summary"])
     by_method = {(row["method"], row["metric"]): row for row in found["summary"]}
     target = found["target"]
-    axis = "seconds" if found["unit"] == "s" else "gradients"
+    axis = "gradients" if found["unit"] == "g" else "seconds"
     reached = {} if target is None else {row["method"]: row for row in target["methods"]}
     columns = [
         Column("method", "words"),
