@@ -21,7 +21,10 @@ def reproduce(
     out: Out = None,
     seconds: Annotated[
         float | None,
-        typer.Option(help="How long it may take, the most valuable rows first.", show_default=False),
+        typer.Option(help="After how many seconds no further run begins.", show_default=False),
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(help="A part of a table: printed, fair or own.", show_default=False)
     ] = None,
     seed: Seed = 0,
     device: Device = "auto",
@@ -31,7 +34,7 @@ def reproduce(
 
     Where torch and NumPy are all there is, `python -m nhgd.reproduce EXPERIMENT` does the same.
     """
-    request = Request(experiment, quick, data, out, seconds, str(device_called(device)), checked_seed(seed))
+    request = Request(experiment, quick, data, out, seconds, str(device_called(device)), checked_seed(seed), only)
     with bar("reproduce", lines=not as_json) as tick:
         found = run(request, lambda words: tick(None, words))
     if as_json:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from nhgd._results import folder, jsonable
+from nhgd._results import Folder, folder, jsonable
 from nhgd.errors import InputError, NhgdError, unknown
 from nhgd.plot.style import FORMATS
 
@@ -19,8 +19,15 @@ Say: TypeAlias = Callable[[str], None]
 Result: TypeAlias = dict[str, Any]
 
 EXPERIMENTS: Mapping[str, str] = {
+    "cleaning": "Wrong labels of MNIST: the paper's table by its settings, and tuned with equal seconds.",
+    "distillation-5": "Five images a class of Fashion-MNIST, likewise.",
+    "distillation-100": "A hundred images a class of Fashion-MNIST, likewise.",
+    "pde": "Control of the heat equation, likewise.",
+    "parallel": "Algorithm 2: the same run serially, beside another thread, stream, device or process.",
     "theory": "Slopes, quantiles and floors of the theorems on models whose data are their own.",
 }
+
+PARTS = ("printed", "fair", "own")  # of a table
 
 
 @dataclass(frozen=True)
@@ -32,9 +39,10 @@ class Request:
         quick: a small part of it, in under three minutes on two cores.
         data: the folder of the task's files.
         out: a folder for results; without it nothing is written.
-        seconds: how long it may take; None: as long as the whole takes.
+        seconds: after how long no further run begins; None: the whole, or what fits the time of a quick one.
         device: "auto", "cpu", "cuda" or "cuda:1".
         seed: the first of those used.
+        only: a part of a table, "printed", "fair" or "own"; the others are shown as far as the folder holds them.
     """
 
     experiment: str
@@ -44,12 +52,17 @@ class Request:
     seconds: float | None = None
     device: str = "auto"
     seed: int = 0
+    only: str | None = None
 
     def __post_init__(self) -> None:
         if self.experiment not in EXPERIMENTS:
             raise unknown("experiment", self.experiment, EXPERIMENTS)
         if self.seconds is not None and not self.seconds > 0:
             raise InputError(f"The time of an experiment must be above 0 seconds, got {self.seconds}.")
+        if self.only is not None and self.only not in PARTS:
+            raise unknown("part of a table", self.only, PARTS)
+        if self.only is not None and self.experiment in ("theory", "parallel"):
+            raise InputError(f"{self.experiment} has no parts, so only would be ignored. Omit it.")
 
 
 def reproduce(request: Request, say: Say = lambda words: None) -> Result:
@@ -57,9 +70,48 @@ def reproduce(request: Request, say: Say = lambda words: None) -> Result:
 
     >>> reproduce(Request("theories"))
     Traceback (most recent call last):
-    nhgd.errors.InputError: There is no experiment 'theories'. Did you mean theory? Known: theory.
+    nhgd.errors.InputError: There is no experiment 'theories'. Did you mean theory? Known: cleaning, ...
     """
-    return _theory(request, say)
+    if request.experiment == "theory":
+        return _theory(request, say)
+    return _parallel(request, say) if request.experiment == "parallel" else _table(request, say)
+
+
+def _table(request: Request, say: Say) -> Result:
+    from nhgd.reproduce.tables import Asked, table
+    from nhgd.reproduce.tables.figures import draw
+    from nhgd.reproduce.tables.text import text
+
+    if request.experiment == "pde" and request.data is not None:
+        raise InputError("pde reads no files, so data would be ignored. Omit it.")
+    asked = Asked(
+        request.experiment, request.quick, request.data, request.seconds, request.device, request.seed, request.only
+    )
+    with folder(request.out) as place:
+        found = table(asked, None if place is None else place.path, say)
+        _write(place, found, text(found), lambda beside: draw(beside, found, FORMATS[:1]))
+    return found
+
+
+def _parallel(request: Request, say: Say) -> Result:
+    from nhgd.reproduce.parallel import parallel, text
+
+    if request.seconds is not None:
+        raise InputError("parallel takes a fixed number of outer steps, so seconds would be ignored. Omit it.")
+    with folder(request.out) as place:
+        found = parallel(request.quick, request.data, request.device, request.seed, say)
+        _write(place, found, text(found), None)
+    return found
+
+
+def _write(place: Folder | None, found: Result, words: str, draw: Callable[[Path], list[Path]] | None) -> None:
+    """A result as JSON and as text, with figures where Matplotlib is installed."""
+    if place is None:
+        return
+    name = found["experiment"]
+    place.write_texts({f"{name}.json": as_json(found), f"{name}.txt": words + "\n"})
+    if draw is not None and importlib.util.find_spec("matplotlib") is not None:
+        place.write_all("The figures", draw)
 
 
 def _theory(request: Request, say: Say) -> Result:
@@ -73,10 +125,7 @@ def _theory(request: Request, say: Say) -> Result:
     with folder(request.out) as place:
         found = theory(Effort.quick() if request.quick else Effort(), request.seed, say)
         found["quick"] = request.quick
-        if place is not None:
-            place.write_texts({"theory.json": as_json(found), "theory.txt": text(found) + "\n"})
-            if importlib.util.find_spec("matplotlib") is not None:
-                place.write_all("The figures", lambda beside: draw(beside, found, FORMATS[:1]))
+        _write(place, found, text(found), lambda beside: draw(beside, found, FORMATS[:1]))
     return found
 
 
@@ -87,8 +136,12 @@ def as_json(found: Mapping[str, Any]) -> str:
 
 def summary(found: Mapping[str, Any]) -> str:
     """A result for people."""
-    from nhgd.reproduce.theory.tables import text
-
+    if found["experiment"] == "theory":
+        from nhgd.reproduce.theory.tables import text
+    elif found["experiment"] == "parallel":
+        from nhgd.reproduce.parallel import text
+    else:
+        from nhgd.reproduce.tables.text import text
     return text(found)
 
 
@@ -99,9 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="a small part, in under three minutes on two cores")
     parser.add_argument("--data", type=Path, help="the folder of the task's files")
     parser.add_argument("--out", type=Path, help="a folder for results; what is there is gone on with")
-    parser.add_argument("--seconds", type=float, help="how long it may take, the most valuable rows first")
+    parser.add_argument("--seconds", type=float, help="after how many seconds no further run begins")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--seed", type=int, default=0, help="the first of the seeds")
+    parser.add_argument("--only", choices=PARTS, help="a part of a table")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     given = vars(parser.parse_args(arguments))
     as_object = given.pop("json")

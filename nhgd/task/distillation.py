@@ -84,6 +84,7 @@ class Distillation(AbstractTask):
     Args:
         dataset: "digits" (bundled), "mnist" or "fashion-mnist" (IDX files), or "auto": fashion-mnist when a folder was
             named, else digits.
+        train: how many training samples; None: all.
         per_class: n, how many images to learn for each class.
         model, bias, hidden: "linear", with or without bias, or "mlp" with a hidden layer of this width.
         l2: the ridge, of the inner problem and of the models trained from scratch.
@@ -131,6 +132,7 @@ class Distillation(AbstractTask):
         },
     }
     dataset: str = "auto"
+    train: int | None = None
     per_class: int = 5
     model: str = "linear"
     bias: bool = True
@@ -150,7 +152,7 @@ class Distillation(AbstractTask):
 
     def __post_init__(self) -> None:
         self.check_choices(dataset=DATASETS, start=STARTS, outer=("adam", "sgd"), dtype=("float32", "float64"))
-        sizes = {name: getattr(self, name) for name in ("batch", "outer_batch", "inner_steps")}
+        sizes = {name: getattr(self, name) for name in ("train", "batch", "outer_batch", "inner_steps")}
         counted("distillation", per_class=self.per_class, **{k: n for k, n in sizes.items() if n is not None})
         positive("distillation", l2=self.l2, outer_lr=self.outer_lr, start_noise=self.start_noise)
         if self.inner_lr is not None:
@@ -176,6 +178,9 @@ class Distillation(AbstractTask):
         train = torch.randperm(len(images.x), generator=generator)
         x_test, y_test = images.test or (images.x[train[:DIGITS_TEST]], images.y[train[:DIGITS_TEST]])
         train = train[0 if images.test else DIGITS_TEST :]
+        if self.train is not None and self.train > len(train):
+            raise InputError(f"distillation: train is {self.train}, but there are only {len(train)} training samples.")
+        train = train[: self.train]
         x, y = images.x[train], images.y[train]
         mean, deviation = (float(number) for number in mean_and_deviation(x, "distillation"))
         found = torch.bincount(y, minlength=CLASSES)

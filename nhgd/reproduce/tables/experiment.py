@@ -1,0 +1,188 @@
+"""`nhgd reproduce cleaning` and its like: a table of the paper by two protocols, beside its own numbers.
+
+printed    the paper's settings; metrics at every outer step, averages of the last 50; A reset and A carried
+fair       one optimiser outside for all methods; both step sizes from a grid on one seed, widened where the best lies
+           at an end; then equal seconds for each of several seeds
+own        the library's own form of the problem, without tuning
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nhgd._results import jsonable
+from nhgd.comparison import grid as grids
+from nhgd.comparison.choice import edge_sentence
+from nhgd.comparison.comparison import Comparison, late
+from nhgd.comparison.table import Table
+from nhgd.paper import OPEN
+from nhgd.reproduce.tables.claimed import CLAIMED
+from nhgd.reproduce.tables.plan import CARRIED, LAST, Plan, Stage, plan_of
+from nhgd.reproduce.tables.rows import curves, fair_row, first_in_time, printed_row
+
+QUICK_SECONDS = 140.0  # after which a quick one begins no further run
+STAGES = {"printed": ("printed",), "fair": ("grid", "seeds"), "own": ("own",)}  # by what --only says
+SHARES = {"printed": 3.0, "grid": 4.0, "seeds": 2.0, "own": 1.0}  # of the time
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked for: see `nhgd.reproduce.Request`, whose words these are."""
+
+    experiment: str
+    quick: bool
+    data: Path | None
+    seconds: float | None
+    device: str
+    seed: int
+    only: str | None = None
+    smallest: bool = False
+
+
+def table(asked: Asked, out: Path | None, say: Callable[[str], None] = lambda words: None) -> dict[str, Any]:
+    """Run what a folder does not hold yet, and put the table together from what there is.
+
+    Args:
+        asked: what to reproduce, and how much of it.
+        out: a folder for each stage's runs. The same call goes on where it was interrupted, or where its time was up.
+        say: told what comes next.
+    """
+    began = time.monotonic()
+    plan = plan_of(asked.experiment, asked.quick, asked.data, asked.smallest)
+    limit = asked.seconds if asked.seconds is not None else QUICK_SECONDS if asked.quick else None
+    data = asked.data if asked.experiment != "pde" else None
+
+    def staged(name: str, stage: Stage, seeds: list[int], until: float | None, memory: bool = True) -> Table | None:
+        comparison = _comparison(stage, seeds, asked.device, data, memory)
+        place = None if out is None else out / name
+        here = place is not None and (place / "runs").is_dir()
+        if name not in stages or late(until):  # what is there is still shown
+            if not here:
+                return None
+            until = -math.inf
+        found = comparison.table(
+            place, progress=False, say=lambda words: say(f"{name}: {words}"), suffixes=(), until=until
+        )
+        return found if found.runs else None
+
+    stages = [name for only, names in STAGES.items() if asked.only in (None, only) for name in names]
+    ends = _ends(stages, began, limit)
+    first = asked.seed
+    printed = staged("printed", plan.printed, list(range(first, first + plan.printed.seeds)), ends["printed"])
+    tuned = staged("grid", plan.grid, [first], ends["grid"], memory=False)
+    final = None
+    if tuned is not None:
+        # Other seeds than the one that the step sizes were chosen on.
+        seeds = list(range(first + 1, first + 1 + plan.seeds))
+        final = staged("seeds", _with_chosen(plan.grid, tuned), seeds, ends["seeds"])
+    own = staged("own", plan.own, list(range(first, first + plan.own.seeds)), ends["own"])
+    found = _put_together(asked, plan, printed, tuned, final, own)
+    found["seconds"] = time.monotonic() - began
+    plain = jsonable(found)
+    assert isinstance(plain, dict)
+    return plain
+
+
+def _ends(stages: Sequence[str], began: float, limit: float | None) -> dict[str, float | None]:
+    """When each stage is to end, by its share of the time."""
+    whole, sofar = sum(SHARES[name] for name in stages), 0.0
+    found: dict[str, float | None] = dict.fromkeys(SHARES)
+    for name in stages:
+        sofar += SHARES[name]
+        found[name] = None if limit is None else began + limit * sofar / whole
+    return found
+
+
+def _comparison(stage: Stage, seeds: list[int], device: str, data: Path | None, memory: bool) -> Comparison:
+    digits = "digits" in (stage.settings.get("dataset"), getattr(stage.task, "dataset", None))
+    comparison = Comparison.of(
+        stage.task, stage.methods, seeds, stage.budget, grids.of_python(stage.settings), stage.preset, device,
+        None if digits else data, 1, 2, None, stage.widen,
+    )  # fmt: skip
+    return replace(comparison, first=replace(comparison.first, points=stage.points, memory=memory))
+
+
+def _with_chosen(stage: Stage, tuned: Table) -> Stage:
+    """The final runs: each method that was tuned, with the settings that its selection metric chose."""
+    settings = {
+        f"{label}:{key}": value for label, runs in tuned.chosen.items() for key, value in runs[0]["settings"].items()
+    }
+    methods = {label: stage.methods[label] for label in tuned.chosen}
+    return replace(stage, methods=methods, settings=settings, widen=0)
+
+
+def _put_together(
+    asked: Asked, plan: Plan, printed: Table | None, tuned: Table | None, final: Table | None, own: Table | None
+) -> dict[str, Any]:
+    claimed = CLAIMED[asked.experiment]
+    labels = dict.fromkeys([*plan.printed.methods, *plan.grid.methods])
+    rows = []
+    for label in labels:
+        said = claimed.get("nhgd-paper" if label == CARRIED else label)
+        rows.append(
+            {
+                "method": label,
+                "paper": None if said is None else said._asdict(),
+                "printed": None if printed is None else printed_row(printed, label, plan.accuracy),
+                "fair": None if final is None else fair_row(final, label),
+            }
+        )
+    tables = {"printed": printed, "grid": tuned, "seeds": final, "own": own}
+    wanted = {
+        "printed": plan.printed.seeds * len(plan.printed.methods),
+        "seeds": plan.seeds * len(plan.grid.methods),
+        "own": plan.own.seeds * len(plan.own.methods),
+    }
+    done = {name: 0 if (one := tables[name]) is None else len(one.runs) for name in wanted}
+    metrics = ["outer_loss", *([] if plan.accuracy is None else [plan.accuracy])]
+    return {
+        "experiment": asked.experiment,
+        "quick": asked.quick,
+        "seed": asked.seed,
+        "problem": plan.words,
+        "last": LAST,
+        "protocols": {
+            "printed": _about(printed, plan.printed),
+            "fair": _about(final, plan.grid) | {"grid": jsonable(plan.grid.settings), "widen": plan.grid.widen},
+            "own": _about(own, plan.own),
+        },
+        "runs": {name: {"done": done[name], "wanted": count} for name, count in wanted.items()},
+        "complete": done == wanted,
+        "rows": rows,
+        "own": [] if own is None else [{"method": label} | (fair_row(own, label) or {}) for label in plan.own.methods],
+        "first_in_time": None if final is None else first_in_time(final),
+        "tuning": [] if tuned is None else tuned.edges,
+        "notes": {
+            name: notes for name, one in tables.items() if one is not None and (notes := _notes(one, asked.quick))
+        },
+        "curves": {
+            name: {} if one is None else {metric: curves(one, metric, average) for metric in metrics}
+            for name, one, average in (("printed", printed, plan.average), ("fair", final, 1))
+        },
+        "open": dict(OPEN),
+        "environment": next(
+            (run["environment"] for run in (printed or own or tuned or Table({}, [])).runs if "environment" in run),
+            None,
+        ),
+    }
+
+
+def _notes(found: Table, quick: bool) -> list[str]:
+    """What a reader should know; two values of a step size are both at an end, so of a quick grid that is not said."""
+    ends = {edge_sentence(at) for at in found.edges} if quick else set()
+    return [note for note in found.notes if note not in ends]
+
+
+def _about(found: Table | None, stage: Stage) -> dict[str, Any]:
+    seeds = [] if found is None else sorted({run["seed"] for run in found.runs})
+    about = (
+        {}
+        if found is None
+        else {"headline": found.about["headline"], "target": found.target and found.target["metric"]}
+    )
+    return {"budget": stage.budget, "seeds": seeds} | about
