@@ -41,6 +41,7 @@ class Asked:
     device: str
     seed: int
     only: str | None = None
+    budget: str | None = None
     smallest: bool = False
 
 
@@ -54,6 +55,8 @@ def table(asked: Asked, out: Path | None, say: Callable[[str], None] = lambda wo
     """
     began = time.monotonic()
     plan = plan_of(asked.experiment, asked.quick, asked.data, asked.smallest)
+    if asked.budget is not None:
+        plan = replace(plan, grid=replace(plan.grid, budget=asked.budget), own=replace(plan.own, budget=asked.budget))
     limit = asked.seconds if asked.seconds is not None else QUICK_SECONDS if asked.quick else None
     data = asked.data if asked.experiment != "pde" else None
 

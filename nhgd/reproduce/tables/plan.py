@@ -87,24 +87,19 @@ def plan_of(experiment: str, quick: bool, data: Path | None, smallest: bool = Fa
 
 
 def _smallest(plan: Plan) -> Plan:
-    """Three methods, two steps."""
+    """A few methods, two steps."""
+    return replace(plan, printed=_few(plan.printed), grid=_few(plan.grid), own=_few(plan.own), seeds=2)
 
-    def few(methods: Mapping[str, Any]) -> dict[str, Any]:
-        kept = ("nhgd-paper", CARRIED, "nhgd", "aid-cg-10", "aid-broyden", "nhgd, adam inside")
-        return {label: method for label, method in methods.items() if label in kept}
 
-    def own(settings: Mapping[str, Any], methods: Mapping[str, Any]) -> dict[str, Any]:
-        kept = {key: value for key, value in settings.items() if ":" not in key or key.rpartition(":")[0] in methods}
-        return {key: value[:2] if isinstance(value, list) else value for key, value in kept.items()}
-
-    stages = {}
-    for name in ("printed", "grid", "own"):
-        stage: Stage = getattr(plan, name)
-        methods = few(stage.methods)
-        stages[name] = replace(
-            stage, methods=methods, settings=own(stage.settings, methods), budget="2 steps", seeds=1, widen=0
-        )
-    return replace(plan, **stages, seeds=2)
+def _few(stage: Stage) -> Stage:
+    kept = ("nhgd-paper", CARRIED, "nhgd", "aid-cg-10", "aid-broyden", "nhgd, adam inside")
+    methods = {label: method for label, method in stage.methods.items() if label in kept}
+    settings = {
+        key: value[0] if key.endswith("inner_lr") and isinstance(value, list) else value
+        for key, value in stage.settings.items()
+        if ":" not in key or key.rpartition(":")[0] in methods
+    }
+    return replace(stage, methods=methods, settings=settings, budget="2 steps", seeds=1, widen=0)
 
 
 def _printed(experiment: str, settings: Mapping[str, Any], steps: int, seeds: int) -> Stage:
