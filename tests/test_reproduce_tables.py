@@ -228,10 +228,11 @@ def test_a_control_problem_is_pretrained_once(monkeypatch):
     )
 
 
-def test_refusals_are_sentences(tmp_path):
+def test_refusals_are_sentences(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert "pde reads no files" in refusal("reproduce", "pde", "--quick", "--data", tmp_path)
-    assert "theory has no parts" in refusal("reproduce", "theory", "--only", "own")
-    assert "part of a table 'paper'" in refusal("reproduce", "cleaning", "--only", "paper")
+    assert "theory is no table" in refusal("reproduce", "theory", "--only", "own")
+    assert "no part of a table called 'paper'" in refusal("reproduce", "cleaning", "--only", "paper")
     assert "takes a fixed number of outer steps" in refusal("reproduce", "parallel", "--seconds", "5")
     assert "no folder was given" in refusal("reproduce", "cleaning")
 
@@ -243,7 +244,7 @@ def test_torch_and_numpy_are_enough():
         "for name in ('typer', 'rich', 'matplotlib', 'pandas', 'joblib', 'optuna'): sys.modules[name] = None\n"
         "from nhgd.reproduce.tables import Asked, table\n"
         "from nhgd.reproduce.tables.text import text\n"
-        "found = table(Asked('pde', True, None, 1e-9, 'cpu', 0, 'own', True), None)\n"
+        "found = table(Asked('pde', True, None, 1e-9, 'cpu', 0, 'own', smallest=True), None)\n"
         "from nhgd.reproduce.command import main\n"
         "assert main(['pde', '--data', 'nowhere']) == 2\n"
         "print(found['complete'], len(text(found)) > 100)"

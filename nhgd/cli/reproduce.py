@@ -26,6 +26,10 @@ def reproduce(
     only: Annotated[
         str | None, typer.Option(help="A part of a table: printed, fair or own.", show_default=False)
     ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Of each run but those with the paper's settings, such as 30s.", show_default=False),
+    ] = None,
     seed: Seed = 0,
     device: Device = "auto",
     as_json: Json = False,
@@ -34,7 +38,9 @@ def reproduce(
 
     Where torch and NumPy are all there is, `python -m nhgd.reproduce EXPERIMENT` does the same.
     """
-    request = Request(experiment, quick, data, out, seconds, str(device_called(device)), checked_seed(seed), only)
+    request = Request(
+        experiment, quick, data, out, seconds, str(device_called(device)), checked_seed(seed), only, budget
+    )
     with bar("reproduce", lines=not as_json) as tick:
         found = run(request, lambda words: tick(None, words))
     if as_json:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from nhgd._results import Folder, folder, jsonable
+from nhgd.comparison.budget import Allowance
 from nhgd.errors import InputError, NhgdError, unknown
 from nhgd.plot.style import FORMATS
 
@@ -43,6 +44,7 @@ class Request:
         device: "auto", "cpu", "cuda" or "cuda:1".
         seed: the first of those used.
         only: a part of a table, "printed", "fair" or "own"; the others are shown as far as the folder holds them.
+        budget: of each run but the printed ones, such as "30s"; None: what suits the experiment.
     """
 
     experiment: str
@@ -53,6 +55,7 @@ class Request:
     device: str = "auto"
     seed: int = 0
     only: str | None = None
+    budget: str | None = None
 
     def __post_init__(self) -> None:
         if self.experiment not in EXPERIMENTS:
@@ -61,8 +64,11 @@ class Request:
             raise InputError(f"The time of an experiment must be above 0 seconds, got {self.seconds}.")
         if self.only is not None and self.only not in PARTS:
             raise unknown("part of a table", self.only, PARTS)
-        if self.only is not None and self.experiment in ("theory", "parallel"):
-            raise InputError(f"{self.experiment} has no parts, so only would be ignored. Omit it.")
+        for name in ("only", "budget"):
+            if getattr(self, name) is not None and self.experiment in ("theory", "parallel"):
+                raise InputError(f"{self.experiment} is no table, so {name} would be ignored. Omit it.")
+        if self.budget is not None:
+            Allowance.read(self.budget)
 
 
 def reproduce(request: Request, say: Say = lambda words: None) -> Result:
@@ -85,7 +91,14 @@ def _table(request: Request, say: Say) -> Result:
     if request.experiment == "pde" and request.data is not None:
         raise InputError("pde reads no files, so data would be ignored. Omit it.")
     asked = Asked(
-        request.experiment, request.quick, request.data, request.seconds, request.device, request.seed, request.only
+        request.experiment,
+        request.quick,
+        request.data,
+        request.seconds,
+        request.device,
+        request.seed,
+        request.only,
+        request.budget,
     )
     with folder(request.out) as place:
         found = table(asked, None if place is None else place.path, say)
@@ -156,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--seed", type=int, default=0, help="the first of the seeds")
     parser.add_argument("--only", choices=PARTS, help="a part of a table")
+    parser.add_argument("--budget", help="of each run but those with the paper's settings, such as 30s")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     given = vars(parser.parse_args(arguments))
     as_object = given.pop("json")

@@ -18,6 +18,7 @@ from nhgd.data.loader import Data
 from nhgd.errors import InputError
 from nhgd.inverse import FisherWindow
 from nhgd.plot.heat import draw_control, draw_state
+from nhgd.problem import Bilevel
 from nhgd.schedule import Decay, Rate
 from nhgd.task._inner_solver import adam, gauss_newton
 from nhgd.task.base import AbstractTask, Instance
@@ -188,9 +189,7 @@ class PDE(AbstractTask):
     def _pretrain(self, problem: Bilevel, points: tuple[Tensor, ...], seed: int) -> None:
         """Bring theta to its start, in place. Runs of several methods in one process begin at the same, computed once."""
         natural = self.inner == "natural"
-        apart = replace(
-            self, **dict.fromkeys(("outer_lr", "clip"), 1.0), hold=1.0, steps=1, inner_steps=1, natural_steps=1
-        )
+        apart = replace(self, outer_lr=1.0, clip=1.0, hold=1.0, steps=1, inner_steps=1, natural_steps=1)
         key = (apart, seed, str(points[0].device), torch.get_num_threads())
         if key not in _STARTS:
             if natural:
