@@ -13,6 +13,7 @@ from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.layer_ridge import ITERATIONS, pays
 from nhgd.inverse._learned.ring import factors_pay
 from nhgd.inverse.base import AbstractInverse, Learned
+from nhgd.inverse.bfgs import BFGS
 from nhgd.inverse.broyden import Broyden
 from nhgd.inverse.capabilities import products
 from nhgd.inverse.ekfac import EKFAC
@@ -103,6 +104,13 @@ def _(inverse: Exact, shape: Shape) -> Work:
 def _(inverse: Broyden, shape: Shape) -> Work:
     pairs = min(inverse.pairs, inverse.steps + 1)
     steps = inverse.steps + 2
+    return Work(solve=[*_products(steps, shape), Operation("pass", 4 * pairs * shape.numel, steps)])
+
+
+@work.register
+def _(inverse: BFGS, shape: Shape) -> Work:
+    pairs = min(inverse.pairs, inverse.steps)
+    steps = inverse.steps
     return Work(solve=[*_products(steps, shape), Operation("pass", 4 * pairs * shape.numel, steps)])
 
 

@@ -136,6 +136,7 @@ COMPARED = [
     "neumann",
     "nystrom-5",
     "broyden",
+    "bfgs",
     "fixed_point",
     "sgd",
     "identity",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nhgd.inverse import CG, Broyden, FixedPoint, Neumann, Nystrom, QuadraticSGD
+from nhgd.inverse import BFGS, CG, Broyden, FixedPoint, Neumann, Nystrom, QuadraticSGD
 from tests.catalogue import normal
 from tests.test_inverse import positive, quadratic
 
@@ -95,6 +95,43 @@ def test_broyden_with_more_pairs_leaves_less(system) -> None:
     assert left[0] > left[1] > left[2]
     assert left[1] > 1e-4
     assert left[2] < 1e-10
+
+
+@pytest.mark.parametrize("pairs", [1, 3, SIZE])
+def test_bfgs_with_exact_steps_is_conjugate_gradients(system, pairs: int) -> None:
+    """Whatever the memory: the directions that are forgotten are conjugate to all that follow."""
+    hessian, u, _ = system
+    for steps in KNOBS:
+        x, _ = BFGS(steps=steps, pairs=pairs, tol=0).solve(u, quadratic(hessian))
+        torch.testing.assert_close(x, CG(steps=steps, tol=0).solve(u, quadratic(hessian))[0], rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("pairs", [2, SIZE])
+def test_bfgs_with_unit_steps_is_the_recursion_on_dense_matrices(system, pairs: int) -> None:
+    """G is built anew from its last pairs, as the update is printed; the residual tells the last iterate."""
+    hessian, u, _ = system
+    eye = torch.eye(SIZE, dtype=torch.float64)
+    x, G, kept = torch.zeros_like(u), eye, []
+    for taken in range(1, 6):
+        r = u - hessian @ x
+        p = G @ r
+        s = p if taken > 1 else float(r @ p) / float(p @ hessian @ p) * p
+        x = x + s
+        kept = [*kept, (s, hessian @ s)][-pairs:]
+        newest, its_y = kept[-1]
+        G = float(newest @ its_y) / float(its_y @ its_y) * eye
+        for s, y in kept:
+            left = eye - torch.outer(s, y) / (s @ y)
+            G = left @ G @ left.T + torch.outer(s, s) / (s @ y)
+        torch.testing.assert_close(G @ kept[-1][1], kept[-1][0])  # the secant equation
+        found, stats = BFGS(steps=taken, pairs=pairs, tol=0, line_search=False).solve(u, quadratic(hessian))
+        residual = float((u - hessian @ x).norm() / u.norm())
+        assert stats.residual <= residual * (1 + 1e-9)
+        if stats.residual == pytest.approx(residual, rel=1e-9):
+            torch.testing.assert_close(found, x, rtol=1e-8, atol=1e-11)
+        else:
+            assert residual > 1  # no better than zero, so the best of the iterates is returned
+    assert stats.notes["iterations"] == 5
 
 
 def test_nystrom_falls_monotonically_with_the_rank(system) -> None:

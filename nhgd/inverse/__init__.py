@@ -11,6 +11,7 @@ from nhgd._registry import Registry
 from nhgd.errors import InputError
 from nhgd.inverse._learned.state import State
 from nhgd.inverse.base import AbstractInverse, Iterative, Learned, SolveStats
+from nhgd.inverse.bfgs import BFGS
 from nhgd.inverse.broyden import Broyden
 from nhgd.inverse.cg import CG
 from nhgd.inverse.ekfac import EKFAC
@@ -75,6 +76,7 @@ def refined(
 
 
 __all__ = [
+    "BFGS",
     "CG",
     "EKFAC",
     "INVERSES",

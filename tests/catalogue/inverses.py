@@ -69,6 +69,7 @@ INVERSES = [
     InverseCase(lambda: nhgd.inverse.Neumann(terms=600, tol=1e-10), problems=WELL_CONDITIONED),
     InverseCase(lambda: nhgd.inverse.FixedPoint(steps=600, tol=1e-10), problems=WELL_CONDITIONED),
     InverseCase(lambda: nhgd.inverse.Broyden(steps=200, pairs=60, tol=1e-12)),
+    InverseCase(lambda: nhgd.inverse.BFGS(steps=300, pairs=60, tol=1e-12)),
     InverseCase(lambda: nhgd.inverse.Nystrom(rank=60)),
     InverseCase(lambda: nhgd.inverse.QuadraticSGD(steps=300), problems=WELL_CONDITIONED),
     InverseCase(nhgd.inverse.FisherDense, oracles.damped_fisher, problems=tuple(PER_SAMPLE)),
