@@ -491,6 +491,31 @@ def both_momenta(products: int, phi: float, randomised: bool, momentum: float = 
     return formula
 
 
+def learning_momenta(make: Callable[[], Learner], momentum: float = 0.5) -> Formula:
+    """NHGD with recursive momentum on both levels: the same samples and the same matrix at both points."""
+
+    def formula(replay: Replay) -> Iterator[tuple[Tensor, Tensor]]:
+        (theta, v), learner = replay.zeros(), make()
+        theta_last, v_last, h_theta, h_v = theta, v, theta, v
+        while True:
+            learner.begin()
+            batch, further = replay.next(), replay.next()
+            learner.observe(batch, theta, v)
+            matrix = learner.matrix(further.ridge_matrix)
+
+            def along(theta: Tensor, v: Tensor, matrix: Tensor = matrix, further: Batch = further) -> Tensor:
+                return replay.f_v(v) - further.cross(torch.linalg.solve(matrix, replay.u(theta)))
+
+            keep = 0.0 if replay.k == 0 else 1 - momentum
+            h_theta = batch.gradient(theta, v) + keep * (h_theta - batch.gradient(theta_last, v_last))
+            h_v = along(theta, v) + keep * (h_v - along(theta_last, v_last))
+            theta_last, v_last = theta, v
+            theta, v = theta - replay.eta * h_theta, v - replay.alpha * h_v
+            yield theta, v
+
+    return formula
+
+
 def vrbo(K: int, phi: float, q: int) -> Formula:
     """SPIDER on both levels, all data every q steps."""
 

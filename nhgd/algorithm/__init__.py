@@ -21,6 +21,7 @@ from nhgd.algorithm.itd import ITD
 from nhgd.algorithm.ma_soba import MASOBA
 from nhgd.algorithm.mrbo import MRBO
 from nhgd.algorithm.nhgd import NHGD
+from nhgd.algorithm.nhgd_momentum import NHGDMomentum
 from nhgd.algorithm.nhgd_single import NHGDSingle
 from nhgd.algorithm.pzobo import PZOBO
 from nhgd.algorithm.saba import SABA
@@ -120,6 +121,7 @@ __all__ = [
     "AmIGO",
     "Loop",
     "LoopSettings",
+    "NHGDMomentum",
     "NHGDSingle",
     "StepInfo",
     "StocBiO",

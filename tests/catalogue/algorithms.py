@@ -31,6 +31,7 @@ from nhgd.algorithm import (
     VRBO,
     AbstractAlgorithm,
     AmIGO,
+    NHGDMomentum,
     NHGDSingle,
     StocBiO,
 )
@@ -567,5 +568,14 @@ ALGORITHMS: list[AlgorithmCase] = [
         formula=formulas.learning(formulas.Kronecker, on_all_data=True, exact=True),
         noisy=SINGLE,
         wrong=NHGDSingle(PLAIN, refine=3, batches="all"),
+    ),
+    AlgorithmCase(
+        NHGDMomentum(PLAIN),
+        end=ends_with(kfac_matrix),
+        settings={"inner_lr": 1.5, "outer_lr": 1.0},
+        steps=100,
+        formula=formulas.learning_momenta(formulas.Kronecker),
+        noisy=SINGLE,
+        wrong=NHGDMomentum(PLAIN, outer_momentum=0.5 + 1e-6),
     ),
 ]
