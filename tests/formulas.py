@@ -491,6 +491,30 @@ def both_momenta(products: int, phi: float, randomised: bool, momentum: float = 
     return formula
 
 
+def hoag(rounds: int) -> Formula:
+    """HOAG with exact solves, where noise keeps the inner gradient above its tolerance: the step size follows f."""
+
+    def formula(replay: Replay) -> Iterator[tuple[Tensor, Tensor]]:
+        theta, v = replay.zeros()
+        eps, factor, last, moved, before = 1e-6, 1.0, float("inf"), 0.0, 0.0
+        while True:
+            everything = replay.everything()
+            for _ in range(rounds * replay.inner_steps):
+                theta = theta - replay.eta * replay.next().gradient(theta, v)
+            B, target = replay.answers.B, replay.answers.target
+            f = float(0.5 * (B @ theta - target).square().mean() + 0.5 * replay.answers.rho * v.dot(v))
+            if f - eps <= last + before * (1 + moved) - moved**2 / (2 * replay.alpha * factor):
+                factor = factor / 0.95 if last < float("inf") else factor
+            elif f > last:
+                factor = factor / 2
+            direction = replay.f_v(v) - everything.cross(torch.linalg.solve(everything.H, replay.u(theta)))
+            new = v - replay.alpha * factor * direction
+            last, moved, before, v, eps = f, float((new - v).norm()), eps, new, 0.9 * eps
+            yield theta, v
+
+    return formula
+
+
 def learning_momenta(make: Callable[[], Learner], momentum: float = 0.5) -> Formula:
     """NHGD with recursive momentum on both levels: the same samples and the same matrix at both points."""
 

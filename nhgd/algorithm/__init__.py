@@ -17,6 +17,7 @@ from nhgd.algorithm.bome import BOME
 from nhgd.algorithm.bsa import BSA
 from nhgd.algorithm.f2sa import F2SA
 from nhgd.algorithm.fsla import FSLA
+from nhgd.algorithm.hoag import HOAG
 from nhgd.algorithm.itd import ITD
 from nhgd.algorithm.ma_soba import MASOBA
 from nhgd.algorithm.mrbo import MRBO
@@ -105,6 +106,7 @@ __all__ = [
     "BSA",
     "F2SA",
     "FSLA",
+    "HOAG",
     "ITD",
     "MASOBA",
     "MRBO",
