@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks import applications, cleaner, rivals
+from benchmarks import applications, cleaner, reproduction, rivals
 from benchmarks import cleaning as cleaning_presets
 from benchmarks.zoo import runs as zoo_runs
 from benchmarks.zoo import table as zoo_table
@@ -172,6 +172,7 @@ def pages() -> dict[str, dict[str, str]]:
         "benchmarks/parallel.md": {"faults": faults(read("faults-cpu.json"))},
         "docs/distillation.md": {"distillation": distillation(read("distillation-cpu.json"))},
         "docs/fewshot.md": {"fewshot": applications.table(runs, "fewshot")},
+        "docs/reproduction.md": reproduction.pages(),
         "docs/imbalance.md": {"imbalance": applications.table(runs, "imbalance")},
     }
 

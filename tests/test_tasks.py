@@ -578,3 +578,19 @@ def test_a_model_of_ones_own_is_not_thrown_from_where_it_was_solved():
     assert torch.equal(torch.get_rng_state(), before)
     history = instance.start(None, 0).run(steps=3).history
     assert all(row["inner_loss"] < 1.1 * history[0]["inner_loss"] for row in history)
+
+
+def test_a_ridge_for_each_class_is_that_of_its_weights_and_its_bias():
+    """By hand, with data of seven classes that scikit-learn makes."""
+    instance = L2.preset("covtype-like").with_settings({"samples": 200}).build(0, torch.device("cpu"))
+    problem, (x, y) = instance.problem, instance.full_inner
+    generator = torch.Generator().manual_seed(0)
+    W, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((7, 54), (7,)))
+    v = torch.linspace(-5, -1, 7, dtype=torch.float64)
+    problem.theta.assign(torch.cat([W.flatten(), b]))
+    problem.v.assign(v)
+    z = x @ W.T + b
+    loss = -z.log_softmax(1)[torch.arange(len(y)), y].mean()
+    expected = loss + (v.exp() * (W.square().sum(1) + b.square())).sum()
+    assert float(problem.objective(instance.full_inner)) == pytest.approx(float(expected), rel=1e-12)
+    assert sorted(set(y.tolist())) == list(range(7))

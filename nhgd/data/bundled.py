@@ -24,6 +24,20 @@ def breast_cancer() -> tuple[Tensor, Tensor]:
     return torch.as_tensor(found.data, dtype=torch.float64), torch.as_tensor(found.target, dtype=torch.float64)
 
 
+def made(samples: int, features: int, classes: int, rare: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Samples (N, d) in clusters and their classes (N,), made by scikit-learn: half of the features tell, a quarter follow
+    from those.
+
+    Args:
+        rare: the share of the samples that are not of class 0.
+    """
+    x, y = _datasets().make_classification(
+        samples, features, n_informative=features // 2, n_redundant=features // 4, n_classes=classes,
+        weights=[1 - rare, *[rare / (classes - 1)] * (classes - 1)], class_sep=1.0, flip_y=0.02, random_state=seed,
+    )  # fmt: skip
+    return torch.as_tensor(x, dtype=torch.float64), torch.as_tensor(y, dtype=torch.int64)
+
+
 def digits() -> tuple[Tensor, Tensor]:
     """Pixels (1797, 64) between 0 and 1, and labels (1797,)."""
     found = _datasets().load_digits()

@@ -27,6 +27,8 @@ class TaskCase:
 TASKS: list[TaskCase] = [
     TaskCase(lambda: Quadratic.preset("quick")),
     TaskCase(lambda: L2.preset("quick"), "nhgd"),
+    TaskCase(lambda: L2.preset("ijcnn1-like").with_settings({"samples": 300, "batch": 40}), label="ijcnn1"),
+    TaskCase(lambda: L2.preset("covtype-like").with_settings({"samples": 1500, "batch": 40}), label="covtype"),
     TaskCase(
         lambda: Cleaning.preset("quick").with_settings({"weights": "clip", "momentum": 0.0, "start": None}),
         "nhgd",

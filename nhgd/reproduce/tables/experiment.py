@@ -9,6 +9,7 @@ own        the library's own form of the problem, without tuning
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -86,6 +87,7 @@ def table(asked: Asked, out: Path | None, say: Callable[[str], None] = lambda wo
     own = staged("own", plan.own, list(range(first, first + plan.own.seeds)), ends["own"])
     found = _put_together(asked, plan, printed, tuned, final, own)
     found["seconds"] = time.monotonic() - began
+    found["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # other work that the clocks have seen
     plain = jsonable(found)
     assert isinstance(plain, dict)
     return plain
