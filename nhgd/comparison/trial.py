@@ -203,13 +203,13 @@ class _Pace:
 
     def __init__(self, solver: Solver, trial: Trial, every: int) -> None:
         self._solver, self._every = solver, every
-        self._unit = "seconds" if trial.allowance.unit == "s" else "gradients"
+        self._unit = {"s": "seconds", "g": "gradients"}.get(trial.allowance.unit, "step")
         self._share = trial.allowance.amount / trial.points
         self._last = 0.0
 
     def note(self, row: Row) -> None:
         """After each step: the next one is evaluated if one and a half intervals have gone since the last evaluation."""
-        spent = row["seconds"] if self._unit == "seconds" else gradient_equivalents(row)
+        spent = gradient_equivalents(row) if self._unit == "gradients" else row[self._unit]
         if f"{FULL}outer_loss" in row:
             self._last = spent
         late = spent - self._last > 1.5 * self._share
