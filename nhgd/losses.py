@@ -99,6 +99,26 @@ class Losses:
             )
 
 
+def score_weights(log_probability: Tensor) -> Tensor:
+    """Weights of 1 whose derivative in v is the score, for inner data that are drawn from a distribution with v in it.
+
+        w_i = exp( log p(xi_i; v) - log p(xi_i; v), held constant ) = 1,        dw_i/dv = grad_v log p(xi_i; v)
+
+    Where the samples of a batch are drawn at the current v, the derivative of the inner gradient in v has a second term,
+    E[ grad_theta l (grad_v log p)^T ], because another v draws other samples. Return `Losses(values, weights=score_weights(log_p))`
+    from inner(), with log_p (B,) at the drawn samples, and every method takes it: the cross derivative differentiates weights
+    in v, and nothing else changes. A term that v enters in l itself, or by samples that are functions of v, adds to it.
+
+    The inner data must be drawn anew from the current v: an object whose `__iter__` reads v and draws.
+
+    >>> v = torch.tensor(0.0, requires_grad=True)
+    >>> w = score_weights(torch.nn.functional.logsigmoid(v).expand(3))
+    >>> w.tolist(), torch.autograd.grad(w.sum(), v)[0].item()
+    ([1.0, 1.0, 1.0], 1.5)
+    """
+    return (log_probability - log_probability.detach()).exp()
+
+
 def check_weight(low: float | Tensor | None) -> None:
     """Refuse a lowest weight below 0."""
     if low is not None and float(low) < 0:

@@ -146,7 +146,10 @@ def test_the_memory_of_a_run_has_the_paper_s_matrix():
 
 def test_a_budget_in_outer_steps_is_kept_and_evaluated_evenly():
     run = measured(Trial("quadratic", "quick", "aid-cg", "aid-cg", 0, {}, Allowance.read("12 steps"), points=4))
-    assert (run["steps"], [point["step"] for point in run["points"]]) == (12, [0, 1, 3, 6, 9, 12])  # the first step is always one
+    assert (run["steps"], [point["step"] for point in run["points"]]) == (
+        12,
+        [0, 1, 3, 6, 9, 12],
+    )  # the first step is always one
 
 
 def test_stages_share_the_time():
