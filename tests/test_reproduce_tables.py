@@ -276,3 +276,21 @@ def test_a_quick_one_is_done_in_its_time(experiment, tmp_path):
     found = reproduce(Request(experiment, quick=True, out=tmp_path))
     assert (tmp_path / f"{experiment}.json").exists()
     assert found["quick"]
+
+
+def test_algorithm_2_gives_the_serial_result_and_says_what_it_took(monkeypatch):
+    """Without the two processes, whose equality tests/test_distributed.py examines."""
+    from nhgd.reproduce import parallel as experiment
+
+    monkeypatch.setattr(experiment, "ROUNDS", 1)
+    monkeypatch.setattr(
+        experiment, "_in_two_processes", lambda *args: experiment._taken(*args[:2], "cpu", *args[2:], "thread")
+    )
+    found = experiment.parallel(True, None, "cpu", steps=2)
+    rows = {row["execution"]: row for row in found["rows"]}
+    assert set(rows) == {"inline", "thread", "distributed"}
+    assert rows["thread"]["largest_difference_of_v"] == 0
+    assert rows["inline"]["speedup"] == 1
+    assert found["dimension"] == 650
+    assert found["best_speedup"] >= 1
+    assert "Perfect overlap" in experiment.text(found)

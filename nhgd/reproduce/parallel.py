@@ -27,7 +27,7 @@ from nhgd.comparison.formats import aligned
 from nhgd.comparison.trial import environment
 from nhgd.data.device import usable_device
 from nhgd.errors import RunError
-from nhgd.execution import AbstractExecutor, Distributed, resolve
+from nhgd.execution import AbstractExecutor, Distributed
 from nhgd.task import Cleaning
 
 LIMIT = 300.0  # seconds for two processes to start, to work and to end
@@ -67,7 +67,7 @@ def parallel(
                 row = _in_two_processes(task, data, seed, count)
             else:
                 with limited(1 if here == "cpu" else torch.get_num_threads()):
-                    row = _taken(task, data, here, seed, count, resolve(name))
+                    row = _taken(task, data, here, seed, count, name)
             if name not in found or row["milliseconds"] < found[name]["milliseconds"]:
                 found[name] = row
     serial = found["inline"]
@@ -132,12 +132,12 @@ def _task(quick: bool, data: Path | None) -> Cleaning:
 
 
 def _taken(
-    task: Cleaning, data: Path | None, device: str, seed: int, steps: int, executor: AbstractExecutor
+    task: Cleaning, data: Path | None, device: str, seed: int, steps: int, execution: str | AbstractExecutor
 ) -> dict[str, Any]:
     """One run: where v went, and the median of what an outer step took."""
     instance = task.build(seed, torch.device(device), data)
     literal = NHGD.presets()["nhgd-paper"]
-    with instance.start(literal, seed, executor) as solver:
+    with instance.start(literal, seed, execution) as solver:
         solver.metrics = None
         solver.run(steps=WARM, progress=False)
         before = solver.executor.traffic
