@@ -209,6 +209,8 @@ def test_a_killed_command_goes_on_where_it_was(kept, monkeypatch):
     monkeypatch.setattr("nhgd.comparison.comparison.measured", lambda trial: pytest.fail("a run was repeated"))
     shown = table(asked("cleaning", smallest=True, only="own"), place)
     assert shown["complete"]
+    assert set(shown["runs"]) == {"own"}
+    assert [row["printed"] for row in shown["rows"]] == [row["printed"] for row in found["rows"]]
 
 
 def test_time_that_is_up_leaves_a_part_and_says_so(tmp_path):

@@ -143,12 +143,14 @@ def _put_together(
         "seeds": plan.seeds * len(plan.grid.methods),
         "own": plan.own.seeds * len(plan.own.methods),
     }
+    wanted = {name: count for name, count in wanted.items() if asked.only is None or name in STAGES[asked.only]}
     done = {name: 0 if (one := tables[name]) is None else len(one.runs) for name in wanted}
     metrics = ["outer_loss", *([] if plan.accuracy is None else [plan.accuracy])]
     return {
         "experiment": asked.experiment,
         "quick": asked.quick,
         "seed": asked.seed,
+        "only": asked.only,
         "problem": plan.words,
         "last": LAST,
         "protocols": {
