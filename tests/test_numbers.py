@@ -83,6 +83,7 @@ STATED = {
         "are not given: 0.5": "a setting",
     },
     "docs/parallel.md": {"(30 seconds by default)": "a default", "and 10 seconds more": "a limit", "30 seconds more": "a limit"},
+    "docs/reproduction.md": {"with 95 % intervals": "a definition"},
     "docs/pde.md": {"nu = 0.001": "a setting", "torch 2.11": "a version", "or 50 seconds": "a setting of the table"},
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
+from benchmarks import reproduction
 from nhgd.comparison.budget import Allowance
 from nhgd.comparison.table import Table
 from nhgd.comparison.trial import Trial, measured
@@ -22,6 +23,7 @@ from nhgd.reproduce.tables.experiment import _ends
 from nhgd.reproduce.tables.plan import CARRIED, LAST, plan_of
 from nhgd.reproduce.tables.rows import curves, fair_row, first_in_time, printed_row
 from nhgd.reproduce.tables.text import text
+from nhgd.reproduce.theory.experiment import claims
 from nhgd.task import PDE
 from tests.commands import refusal
 
@@ -150,6 +152,22 @@ def test_a_budget_in_outer_steps_is_kept_and_evaluated_evenly():
         12,
         [0, 1, 3, 6, 9, 12],
     )  # the first step is always one
+
+
+def test_what_is_kept_holds_what_the_page_says_of_it():
+    """The theorems' slopes as they must be, the paper's own numbers beside ours, and no claim without its figure."""
+    theory = reproduction.read("theory")
+    assert not theory["quick"]
+    assert theory["effort"]["runs"] == 200
+    assert all(row["held"] for row in claims(theory))
+    for experiment in TABLES:
+        found = reproduction.read(experiment)
+        assert found["quick"]
+        for row in found["rows"]:
+            base = "nhgd-paper" if row["method"] == CARRIED else row["method"]
+            expected = CLAIMED[experiment].get(base)
+            assert row["paper"] == (None if expected is None else expected._asdict())
+    assert "place" in reproduction.claims()
 
 
 def test_stages_share_the_time():
