@@ -101,13 +101,28 @@ def _rows(
     found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], settings: bool
 ) -> tuple[list[str], list[list[str]]]:
     names = HEADS[found["experiment"]]
-    heads = ["method", *(name.replace("_", " ") for name in names), "s to target", "outer steps", "ms/step", "MB"]
+    heads = [
+        "method",
+        *(name.replace("_", " ") for name in names),
+        "s to target",
+        "seeds",
+        "outer steps",
+        "ms/step",
+        "MB",
+    ]
     lines = []
     for row in rows:
         metrics = row.get("metrics", {})
         cells = [_with((one := metrics.get(name, {})).get("mean"), one.get("deviation")) for name in names]
         target = row.get("to_target") or {}
-        line = [row["method"], *cells, _short(target.get("seconds")), _whole(row.get("steps")), *_costs(row)]
+        line = [
+            row["method"],
+            *cells,
+            _short(target.get("seconds")),
+            str(row["seeds"]),
+            _whole(row.get("steps")),
+            *_costs(row),
+        ]
         lines.append([*line, said(row["settings"]) if row["settings"] else ""] if settings else line)
     return [*heads, "settings"] if settings else heads, lines
 
