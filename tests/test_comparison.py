@@ -190,3 +190,14 @@ def test_a_target_must_be_a_metric(table):
     other = nhgd.Table(table.about, table.runs, ("accuracy", 0.9))
     with pytest.raises(nhgd.InputError, match="true_outer_loss"):
         _ = other.target
+
+
+def test_a_page_of_a_comparison_shows_what_its_runs_drew(tmp_path):
+    """The pictures lie beside the runs, and the page finds them."""
+    from nhgd.report import report
+
+    task = nhgd.task.Distillation.preset("quick")
+    table = nhgd.bench(task, ["nhgd"], seeds=[0], budget="2 steps", out=tmp_path / "b")
+    assert table.rows[0]["pictures"] == ["images.png"]
+    assert (tmp_path / "b" / table.rows[0]["folder"] / "images.png").exists()
+    assert "data:image/png;base64" in report(tmp_path / "b").read_text(encoding="utf-8")

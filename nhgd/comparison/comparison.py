@@ -349,7 +349,7 @@ def _kept(trial: Trial, store: Store | None, drawing: bool) -> tuple[Trial, Run]
     run = measured(replace(trial, pictures=store.pictures(trial)) if drawing else trial)
     run["file"] = store.name(trial)
     if run.get("pictures"):
-        run["folder"] = f"{PICTURES}/{store.name(trial)}"
+        run["folder"] = f"{PICTURES}/{run['file']}"
     store.keep(trial, run)
     return trial, run
 
