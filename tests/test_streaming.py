@@ -8,15 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nhgd
 from nhgd._memory import peak_of
+from nhgd._recording.lagged_cross import LaggedCross
 from nhgd._recording.recorder import Recorder
 from nhgd._recording.sampling import Sampling
 from nhgd._recording.streaming import Arrivals
 from nhgd._recording.weighing import Weighing
 from nhgd.inverse import EKFAC, KFAC, FisherDiagonal, capabilities
 from nhgd.objective import Objective
+from tests import oracles
 from tests.test_leaf_calls import IDS, NETS, Sequential, Tokens, made
 
 NAMES = ["LayerNorm", "Embedding", "TransformerEncoderLayer", "Conv1d", "checkpointed", "LoRA of layers"]
@@ -158,3 +161,27 @@ def test_a_run_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     solver.run(steps=2)
     assert used
     assert bool(problem.v.given.ne(0).all())
+
+
+@pytest.mark.parametrize("name", [*NAMES, CONV])
+def test_a_step_that_is_recorded_too_gives_the_whole_cross_derivative(name: str) -> None:
+    """Scores of norms and tables are held for the record, and count in the products as those that were used do."""
+    problem, batch = made(name, nets=OWN)
+    x = torch.randn(problem.theta.numel, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    found = []
+    for streams in (False, True):
+        recorder = Recorder(problem, "layer", couples=False)
+        recorder.streams, recorder.fold = streams, KFAC().fold if streams else None
+        for _ in range(2):  # in the first step layers are verified, and all scores held
+            lagged = LaggedCross(Weighing(problem, recorder), x)
+            objective = Objective(problem, batch, 0)
+            tap = lagged.tap(recording=True)
+            objective.step(tap)
+            lagged.take(objective, tap)
+            assert tap.source == "scores"
+            found.append(lagged.mean(lambda terms: terms)[0])
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = oracles.cross(problem, batch).T @ x
+    for one in found:
+        torch.testing.assert_close(one.flatten(), expected, rtol=1e-10, atol=1e-12)
+    assert torch.equal(found[2], found[3])

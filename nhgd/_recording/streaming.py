@@ -39,19 +39,28 @@ class Products:
         # Not the pass itself, which holds this object: only the garbage collector would let go of its graph.
         self.calls, self.leaf_calls, self.first_leaf = found.calls, found.leaf_calls, found.of_leaves.start
         self.along = along
-        self.total = torch.zeros_like(found.losses.values)
+        self.like = found.losses.values.detach()
+        self._parts: dict[int, Tensor] = {}
         self.coarse = False  # whether a score was of float16, in which the least seeds vanish
 
     def take(self, position: int, score: Tensor) -> None:
         """Add the part of one call."""
-        samples = len(self.total)
+        samples = len(self.like)
         self.coarse |= score.dtype is torch.float16
         if position < len(self.calls):
             part = product(self.calls[position], score, self.along)
         else:
             call = self.leaf_calls[position - self.first_leaf]
             part = call.products(score, self.along, samples)
-        self.total += part.to(self.total.dtype)
+        self._parts[position] = part.to(self.like.dtype)
+
+    @property
+    def total(self) -> Tensor:
+        """Over all calls, in their own order: whether scores were held, and so when they arrived, changes no bit."""
+        total = torch.zeros_like(self.like)
+        for position in sorted(self._parts):
+            total += self._parts[position]
+        return total
 
 
 class LayerParts:

@@ -157,16 +157,14 @@ class Weighing:
         samples = found.losses.values.shape[0]
         if not self.recorder.verification.suffices or found.seeds is None:
             return None
-        if found.products is not None:
-            return None if found.products.coarse else found.products.total / found.seeds
-        if not all(call.fits_samples(samples) for call in found.calls):
+        if not all(call.fits_samples(samples) for call in found.calls) and found.products is None:
             return None
         leaves = zip(found.leaf_calls, found.scores[found.of_leaves], strict=True)
         if not all(call.fits(score, samples) for call, score in leaves):
             return None
-        products = Products(found, dict(zip(self.problem.theta.names, along, strict=True)))
+        products = found.products or Products(found, dict(zip(self.problem.theta.names, along, strict=True)))
         of_norms = range(len(found.edges))[found.of_norms]
-        for i, score in enumerate(found.scores):
+        for i, score in enumerate(found.scores):  # those that were not used where they arrived
             if score is not None and i not in of_norms:
                 products.take(i, score)
         return None if products.coarse else products.total / found.seeds
