@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks import applications, cleaner, reproduction, rivals
+from benchmarks import applications, cleaner, influence, reproduction, rivals
 from benchmarks import cleaning as cleaning_presets
 from benchmarks.zoo import runs as zoo_runs
 from benchmarks.zoo import table as zoo_table
@@ -173,6 +173,7 @@ def pages() -> dict[str, dict[str, str]]:
         "docs/distillation.md": {"distillation": distillation(read("distillation-cpu.json"))},
         "docs/fewshot.md": {"fewshot": applications.table(runs, "fewshot")},
         "docs/reproduction.md": reproduction.pages(),
+        "docs/influence.md": influence.tables(read("influence-cpu.json")),
         "docs/imbalance.md": {"imbalance": applications.table(runs, "imbalance")},
     }
 

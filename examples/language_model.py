@@ -143,7 +143,9 @@ def parsed(arguments):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--lr", type=float, default=3e-3, help="of AdamW")
     parser.add_argument("--weights", choices=("source", "document", "loss"), default="source")
-    parser.add_argument("--method", default="nhgd", help="any of `nhgd list`")
+    parser.add_argument(
+        "--method", default="nhgd", help="of nhgd list: f2sa-shared and sama do well too, bome with --inner-steps 1"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--autocast", action="store_true", help="compute in bfloat16, keep parameters in float32")
     parser.add_argument("--checkpoint", type=Path, help="a folder to save the run in")

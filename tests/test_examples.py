@@ -81,3 +81,21 @@ class TestEveryExample:
     def test_names_its_command(self, path):
         said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
         assert f"python examples/{path.name}" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method",
+    [("sama",), ("f2sa-shared",), ("bome", "--inner-steps", "1", "--steps", "300")],
+    ids=lambda method: method[0],
+)
+def test_first_order_methods_with_adamw_inside_find_the_corrupted_files(method):
+    path = next(path for path in EXAMPLES if path.stem == "language_model")
+    found = subprocess.run(
+        [sys.executable, str(path), "--tiny", "--method", *method],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr
+    assert numbers(r"^AUC of the weights: ([\d.]+);", found.stdout)[0][0] > 0.8
