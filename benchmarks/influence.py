@@ -261,7 +261,7 @@ def main() -> None:
     parts = given.parts.split(",")
     torch.set_num_threads(1)
     samples, queries, steps = (300, 30, 50) if given.tiny else (1200, 200, 500)
-    halves, seeds, runs = (6, 1, 1) if given.tiny else (40, 3, 3)
+    halves, seeds, runs = (6, 1, 1) if given.tiny else (30, 2, 3)
     data, batch = digits(samples, queries), 256
     answer = json.loads(given.out.read_text()) if given.out.exists() else {"models": {}}
     for name, make in MODELS.items():
