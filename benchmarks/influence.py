@@ -11,8 +11,7 @@ the one with labels drawn from the model, kronfluence's default, beside `EKFAC(f
 2 l2, on both sides.
 
 Speed: processor time of factors and scores together, on one thread, the two in turns: the median, and the median of the ratios of
-a turn. Kronfluence keeps factors and scores in files; on the smallest models that and its set-up are most of its time, so a wide
-MLP is measured too.
+a turn. Kronfluence keeps factors and scores in files; on models as small as these, that and its set-up are most of its time.
 
 Linear datamodelling score: models trained again on random halves of the data, several seeds each; for every query, Spearman's
 correlation over the halves between the mean loss found and the loss that the sum of scores of the absent samples predicts
@@ -76,10 +75,6 @@ def conv() -> nn.Module:
     )
 
 
-def wide() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
-
-
 def linear() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 10))
 
@@ -91,7 +86,7 @@ INVERSES = {
     "fisher_diagonal": nhgd.inverse.FisherDiagonal(),
     "identity": nhgd.inverse.Identity(),
 }
-MODELS: dict[str, Callable[[], nn.Module]] = {"linear": linear, "mlp": mlp, "conv": conv, "wide mlp": wide}
+MODELS: dict[str, Callable[[], nn.Module]] = {"linear": linear, "mlp": mlp, "conv": conv}
 RETRAINED = ("linear", "mlp")
 
 
@@ -275,12 +270,12 @@ def main() -> None:
         if "retraining" in parts and name in RETRAINED:
             scores = {label: ours(model, data, inverse, batch)[0] for label, inverse in INVERSES.items()}
             row["datamodelling"] = datamodelling(make, data, scores, halves, seeds, steps)
+        answer["settings"] = {"samples": samples, "queries": queries, "steps": steps, "batch": batch, "l2": L2}
+        answer["settings"] |= {"halves": halves, "seeds": seeds, "runs": runs}
+        known = answer.get("environment", {}).get("kronfluence")
+        answer["environment"] = environment(torch.device("cpu")) | {"kronfluence": _version() or known}
+        given.out.write_text(json.dumps(answer, indent=2) + "\n")
         print(name, json.dumps(row, indent=2), flush=True)
-    answer["settings"] = {"samples": samples, "queries": queries, "steps": steps, "batch": batch, "l2": L2}
-    answer["settings"] |= {"halves": halves, "seeds": seeds, "runs": runs}
-    known = answer.get("environment", {}).get("kronfluence")
-    answer["environment"] = environment(torch.device("cpu")) | {"kronfluence": _version() or known}
-    given.out.write_text(json.dumps(answer, indent=2) + "\n")
 
 
 def _version() -> str | None:

@@ -61,13 +61,14 @@ class Assignment:
         if self.parts == 1 or not isinstance(record, LayerStatistics):
             return record
         layers = tuple(layer for layer in record.layers if self.owner[layer.weight] == part)
+        folded = tuple(layer for layer in record.folded if self.owner[layer.weight] == part)
         names = tuple(name for name in record.other_names if self.owner[name] == part)
         rows = None
         if record.other_rows is not None and names:
             sizes = [self._sizes[name] for name in record.other_names]
             pieces = dict(zip(record.other_names, record.other_rows.split(sizes, dim=1), strict=True))
             rows = torch.cat([pieces[name] for name in names], dim=1)
-        return replace(record, layers=layers, other_names=names, other_rows=rows)
+        return replace(record, layers=layers, folded=folded, other_names=names, other_rows=rows)
 
     def gather(self, vector: Tensor, part: int) -> Tensor:
         """The coordinates of a vector (D,) that a rank keeps."""
