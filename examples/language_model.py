@@ -67,9 +67,11 @@ class Transformer(nn.Module):
 
 def texts(folder, size):
     """Every text of the standard library, cut into documents of `size` bytes, (n, size)."""
-    for path in sorted(folder.rglob("*")):
-        skipped = {"site-packages", "test", "tests", "encodings"} & set(path.relative_to(folder).parts)
-        if path.suffix in {".py", ".txt"} and not skipped and (count := path.stat().st_size // size):
+    skipped = {"site-packages", "test", "tests", "encodings"}
+    tops = [top for top in sorted(folder.iterdir()) if top.name not in skipped]
+    for path in (path for top in tops for path in ([top] if top.is_file() else sorted(top.rglob("*")))):
+        good = path.suffix in {".py", ".txt"} and not skipped & set(path.relative_to(folder).parts)
+        if good and (count := path.stat().st_size // size):
             data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
             yield data[: count * size].reshape(-1, size).long()
 
