@@ -19,12 +19,12 @@ from nhgd.task import Quadratic
 from tests import catalogue, oracles
 
 
-def stepped(make, method, steps=1, inner_steps=3, inner_lr=0.2, outer_lr=0.1, **settings):
-    """v and theta after some outer steps on the full batch."""
+def stepped(make, method, steps=1, inner_steps=3, inner_lr=0.2, outer_lr=0.1, batches=1, **settings):
+    """v and theta after some outer steps on the full batch, which a pass over the data has this often."""
     problem, inner, outer = make()
     running = nhgd.Solver(
         problem,
-        [inner],
+        [inner] * batches,
         [outer],
         method=method,
         inner_steps=inner_steps,

@@ -391,9 +391,17 @@ def test_a_difference_from_the_graph_is_seen():
 
 
 def by_hand(
-    make: Any, box: bool, outer_steps: int, inner_steps: int = 3, inner_lr: float = 0.2, outer_lr: float = 0.1
+    make: Any,
+    box: bool,
+    outer_steps: int,
+    batches: int = 1,
+    inner_steps: int = 3,
+    inner_lr: float = 0.2,
+    outer_lr: float = 0.1,
 ) -> Any:
-    """NHGD whose cross derivative runs along the x of the outer step before; the first one is taken at the end."""
+    """NHGD whose cross derivative runs along the x of the outer step before, over the inner steps of one pass; the first
+    one is taken at the end.
+    """
     problem, inner, outer = make()
     theta, v = oracles.theta_of(problem), oracles.v_of(problem)
     observed: list[Tensor] = []
@@ -414,7 +422,11 @@ def by_hand(
             ),
         )
         in_v = outer_gradients(problem, outer, theta, v)[1]
-        pulled = oracles.cross(problem, inner, theta, v).T @ x if last is None else torch.stack(along).mean(0).T @ last
+        pulled = (
+            oracles.cross(problem, inner, theta, v).T @ x
+            if last is None
+            else torch.stack(along[-batches:]).mean(0).T @ last
+        )
         v = v - outer_lr * (in_v - pulled)
         v = v.clamp(*BOX) if box else v
     return v, theta
@@ -428,11 +440,11 @@ LAYERED = [zero_weights, catalogue.mlp_module, catalogue.conv_net, weights_and_r
     [*((make, cross) for make in LAYERED for cross in ("auto", "lagged")), (catalogue.plain_tensor, "lagged")],
 )
 def test_lagged_outer_steps_by_hand(make, cross):
-    for steps in (1, 2, 4):
+    for steps, batches in ((1, 1), (2, 1), (4, 2), (2, 5)):
         inverse = FisherDense(form="matrix", update="average", warm="accumulate", damping=None)
         box = BOX if make is zero_weights else None
-        v, theta, running = stepped(make, NHGD(inverse, cross=cross), steps, project_v=box)
-        expected_v, expected_theta = by_hand(make, box is not None, steps)
+        v, theta, running = stepped(make, NHGD(inverse, cross=cross), steps, batches=batches, project_v=box)
+        expected_v, expected_theta = by_hand(make, box is not None, steps, batches)
         torch.testing.assert_close(v, expected_v, rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(theta, expected_theta, rtol=1e-10, atol=1e-12)
     told = running.solution().stats["cross"]
@@ -512,9 +524,11 @@ def test_a_cross_derivative_of_an_inner_step_is_no_gradient_of_its_own():
     assert rows == [(8, 4, 0), (12, 6, 0), (16, 8, 0)]  # later, three products of a layer are one gradient's worth
     assert running.history[-1]["samples"] == 16 * 2
     method = NHGD(FisherDense(records="raw", form="inverse"), cross="lagged")
-    running = stepped(catalogue.plain_tensor, method, 2, inner_steps=4)[2]
-    assert running.history[-1]["cross"] == 8
-    assert running.history[-1]["inner_gradients"] == 2 * (4 + 4)  # a pass in forward mode counts as a gradient
+    for batches, lagged in ((1, 1), (3, 3), (9, 4)):  # the last steps, as many as a pass over the data has
+        running = stepped(catalogue.plain_tensor, method, 2, inner_steps=4, batches=batches)[2]
+        assert running.history[-1]["cross"] == 2 * lagged
+        # A pass in forward mode counts as a gradient.
+        assert running.history[-1]["inner_gradients"] == 2 * (4 + lagged)
 
 
 @pytest.mark.parametrize("method", [NHGD(inner="natural"), NHGD(Refined(KFAC(), steps=3)), NHGD(KFAC(fisher="exact"))])
@@ -530,7 +544,7 @@ def test_a_closure_of_the_optimiser_takes_it_once():
     def lbfgs(leaves: Any) -> Any:
         return torch.optim.LBFGS(leaves, lr=0.1, max_iter=3)
 
-    *_, running = stepped(catalogue.mlp_module, NHGD(), 2, inner_lr=None, inner_optimizer=lbfgs)
+    *_, running = stepped(catalogue.mlp_module, NHGD(), 2, inner_lr=None, inner_optimizer=lbfgs, batches=3)
     assert running.history[-1]["cross"] == 3 + 1
 
 

@@ -70,19 +70,20 @@ class NHGD(AbstractAlgorithm):
 
     L is never formed. With x = A grad_theta f, L^T x is computed in one of three ways:
 
-        cross="lagged"        mean_t (d2_{theta,v} l_t)^T x_{k-1}     inside the inner steps, along the x of the previous outer
-                                                                      step; its running mean if v is not determined
+        cross="lagged"        mean_t (d2_{theta,v} l_t)^T x_{k-1}     inside the last inner steps, as many as one pass over the
+                                                                      data has, along the x of the previous outer step; its
+                                                                      running mean if v is not determined
         cross="trajectory"    mean_t (d2_{theta,v} l_t)^T x_k         at each step's theta and batch once more
         cross="final"         (d2_{theta,v} l)^T x_k                  at the last theta, over `batches` fresh batches
 
-    "lagged" costs one more product for each layer of an inner step, and uses every sample of the inner loop. It needs a v
-    that only weighs samples or moves the ridge:
+    "lagged" costs one more product for each layer of these inner steps, and uses every sample of theirs: those of earlier
+    steps it would only see again, at an older theta. It needs a v that only weighs samples or moves the ridge:
 
         (d2_{theta,v} l)^T x = (1/B) sum_i (dw_i/dv) <s_i, x> + sum( (dl2/dv) 2 theta x ),      s_i the gradient of l_i
 
     The first outer step detects this, and verifies it along a random vector against the derivative of the gradient's graph;
     "final" and "trajectory" then need no such graph either. The run's stats["cross"] report the result. The first outer step
-    has no previous x: it uses its own, at the last theta over the batches of its inner steps.
+    has no previous x: it uses its own, at the last theta over the same batches.
 
     Args:
         inverse: a learned one; None: K-FAC if theta has Linear or Conv2d layers, else the window, with fisher="auto".
@@ -199,13 +200,12 @@ class NHGD(AbstractAlgorithm):
         steps = (
             loop.settings.inner_steps if state.marquardt is None else self.natural_steps or loop.settings.inner_steps
         )
-        every = self._cross_every(loop, steps)
-        losses = [
-            self._inner(loop, state, visits, lagged if (steps - 1 - t) % every == 0 else None) for t in range(steps)
-        ]
+        crossing = self._crossing(loop, steps)
+        losses = [self._inner(loop, state, visits, lagged if t in crossing else None) for t in range(steps)]
         recognition = self._recognised(loop, state.recognition)
         way = self._way(loop, recognition)
-        visited = [batch for t, batch in enumerate(reversed(loop.recent)) if t % every == 0][::-1]
+        recent = list(loop.recent)
+        visited = [recent[t - steps] for t in crossing if steps - t <= len(recent)]
         # If neither the cross derivative nor the solve needs a batch, the last one serves for diagnosis.
         needed = way == "final" or not isinstance(inverse, Learned) or self.observe == "end"
         batches = loop.inner_batches(self.batches) if needed else [loop.recent[-1]]
@@ -248,13 +248,15 @@ class NHGD(AbstractAlgorithm):
             return "lagged" if weighs and self._may_lag(loop) else "final"
         return self.cross
 
-    def _cross_every(self, loop: Loop, steps: int) -> int:
-        """Inner steps from one that gives a lagged cross derivative to the next, the last being one.
+    def _crossing(self, loop: Loop, steps: int) -> range:
+        """The inner steps that give a lagged cross derivative: the last ones, as many as a pass over the data has.
 
         In each it takes one of the three products of a gradient with every layer. For a large model these are what a step
         costs, so a few steps give it, for less than a single pass would cost.
         """
-        return max(1, ceil(steps / CROSSES)) if self.cross == "auto" and loop.problem.theta.numel > LARGE else 1
+        within = steps if loop.inner.batches is None else min(steps, loop.inner.batches)
+        every = max(1, ceil(steps / CROSSES)) if self.cross == "auto" and loop.problem.theta.numel > LARGE else 1
+        return range(steps - 1 - (within - 1) // every * every, steps, every)
 
     def _recognised(self, loop: Loop, known: Recognition | None) -> Recognition | None:
         """How v enters the inner problem, if the cross derivative depends on it; determined once, on the last inner

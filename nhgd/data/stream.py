@@ -63,6 +63,14 @@ class BatchStream:
             return None if None in counts else sum(count for count in counts if count is not None)
         return None
 
+    @property
+    def batches(self) -> int | None:
+        """The batches of a pass; None if the source does not tell."""
+        try:
+            return len(self.source) if isinstance(self.source, Sized) else None
+        except TypeError:  # a loader of an endless data set has a length, but no value for it
+            return None
+
     def peek(self) -> Batch:
         """The first batch of a pass, without advancing the walk or torch's generator."""
         before = torch.get_rng_state()
