@@ -261,7 +261,9 @@ class _Probe:
 
         if own is not None and own.learner is not None:
             horizon = getattr(self._solver.state, "horizon", None)
-            adjust = horizon.as_used if follows_horizon(own) and isinstance(own, Learned) and horizon else None
+            adjust = None
+            if follows_horizon(own) and isinstance(own, Learned) and horizon is not None:
+                adjust = partial(horizon.as_used, u=outer.theta)
             compare(OWN.format(label(own)), own, self._solver.executor.keep, start=start, adjust=adjust)
         for name, inverse in self._chosen:
             compare(name, inverse, partial(learn, inverse, self._problem, self._training_batches, self._seed))

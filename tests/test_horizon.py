@@ -44,6 +44,7 @@ def test_the_first_outer_step_answers_for_one_inner_loop(make):
     problem, inner, outer = make()
     settings = {"inner_lr": 0.2, "inner_steps": 4, "outer_lr": 0.1}
     solver = nhgd.Solver(problem, [inner], [outer], NHGD(inverse, observe="end", cross="final"), **settings)
+    solver.state.horizon.ahead = lambda first, second: torch.zeros_like(second)  # of which there is a test below
     row = solver.step()
     assert row["damping"] == pytest.approx(1 / (0.2 * 4))
     assert row["horizon"] == 1.0
@@ -141,11 +142,68 @@ def test_a_persistent_adjoint_is_refined_until_it_is_exact():
     wrong = torch.tensor([1.0, 0.2, 3.0]).double()
     residuals = []
     for _ in range(25):
-        x, notes = horizon.measured(at, u, horizon.corrected(wrong * u), lambda r: wrong * r, None)
+        x, notes = horizon.measured(at, u, horizon.corrected(wrong * u, u), lambda r: wrong * r, None)
         residuals.append(notes["residual"])
     torch.testing.assert_close(x, torch.linalg.solve(matrix, u), rtol=1e-5, atol=1e-6)
     assert residuals[-1] < 1e-5 < residuals[0]
-    torch.testing.assert_close(horizon.corrected(wrong * u), x)  # and is kept between measurements
+    torch.testing.assert_close(horizon.corrected(wrong * u, u), x)  # and is kept between measurements
+
+
+def test_a_learnt_matrix_that_is_worse_than_none_gives_way():
+    """The matrix says the opposite of the truth: after two comparisons u takes its place, with its best length."""
+    u = torch.tensor([1.0, 1.0]).double()
+    matrix = torch.diag(torch.tensor([100.0, 1.0])).double()
+    wrong = torch.tensor([100.0, 0.01]).double()
+    at, horizon = Stiff(matrix), Horizon.start(CPU)
+    seen = []
+    for _ in range(4):
+        learnt = wrong * u
+        x, notes = horizon.measured(at, u, horizon.corrected(learnt, u), lambda r: wrong * r, None, learnt)
+        seen.append((horizon.suspect, horizon.plain))
+    assert seen == [(True, False), (True, False), (True, True), (True, True)]  # suspected, worse, worse again
+    torch.testing.assert_close(x, u * float(u @ u / (u @ matrix @ u)))
+    torch.testing.assert_close(horizon.as_used(learnt, u), x)
+    right = 1 / matrix.diagonal()  # and returns where it is better again
+    horizon.measured(at, u, horizon.corrected(right * u, u), lambda r: right * r, None, right * u)
+    assert not horizon.plain
+    torch.testing.assert_close(horizon.corrected(right * u, u), torch.linalg.solve(matrix, u))
+    assert notes["residual"] > 0.5
+
+
+def test_outer_gradients_are_those_of_where_theta_is_going():
+    """In one direction theta creeps, in another it arrives: what is left of the way is a geometric series, cut off."""
+    horizon = Horizon.start(CPU)
+    steps = torch.tensor([0.5, 0.5]).double()
+    for factor, ahead in ((0.5, 1.0), (0.1, 1 / 9), (0.99, 2.0), (0.0, 0.0), (-0.4, 0.0)):
+        horizon.halves.zero_()
+        torch.testing.assert_close(horizon.ahead(steps, factor * steps), ahead * factor * steps)
+
+
+@pytest.mark.parametrize("inner_steps", [1, 4, 5])
+def test_a_run_looks_ahead_by_the_halves_of_its_inner_loop(inner_steps):
+    """grad f is taken at theta_T + c (theta_T - theta_{T/2}); the rest of the formula at theta_T."""
+    problem, inner, outer = catalogue.weighted_logistic()
+    inverse = FisherWindow(window=64, overhead=None)
+    solver = nhgd.Solver(
+        problem, [inner], [outer], NHGD(inverse, cross="final"), inner_steps=inner_steps, inner_lr=0.2, outer_lr=1e-9
+    )
+    theta, v = problem.theta.flat(), problem.v.flat()
+    ways = [theta]
+    for _ in range(inner_steps):
+        theta = theta - 0.2 * oracles.gradient(problem, inner, theta, v)
+        ways.append(theta)
+    solver.step()
+    half = inner_steps // 2
+    there = theta
+    if half:
+        first, second = ways[-1 - half] - ways[-1 - 2 * half], theta - ways[-1 - half]
+        q = min(float(first @ second / (first @ first)), 2 / 3)
+        there = theta + q / (1 - q) * second
+        assert q > 0
+    with solver.loop.temporarily_at(there):
+        expected = nhgd.oracle.Oracle(problem, [inner], outer).outer().value
+    assert solver.history[-1]["outer_loss"] == pytest.approx(float(expected), rel=1e-8)
+    torch.testing.assert_close(problem.theta.flat(), theta)
 
 
 def test_the_best_combination_is_that_of_two_equations():

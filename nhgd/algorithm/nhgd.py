@@ -201,7 +201,12 @@ class NHGD(AbstractAlgorithm):
             loop.settings.inner_steps if state.marquardt is None else self.natural_steps or loop.settings.inner_steps
         )
         crossing = self._crossing(loop, steps)
-        losses = [self._inner(loop, state, visits, lagged if t in crossing else None) for t in range(steps)]
+        halves, losses = list[Tensor](), list[Tensor]()
+        half = steps // 2 if state.horizon is not None and self.warm_start else 0
+        for t in range(steps):
+            if half and t in (steps - 2 * half, steps - half):
+                halves.append(loop.problem.theta.flat())
+            losses.append(self._inner(loop, state, visits, lagged if t in crossing else None))
         recognition = self._recognised(loop, state.recognition)
         way = self._way(loop, recognition)
         recent = list(loop.recent)
@@ -223,7 +228,7 @@ class NHGD(AbstractAlgorithm):
 
         # Products of the solve leave the graph of a gradient behind, from which a cross derivative is cheaper than a pass.
         own = way != "final" or (plain and isinstance(inverse, Learned))
-        found, lag, noted = hypergradient(loop, batches, state.adjoint, cross if own else None, state.horizon)
+        found, lag, noted = hypergradient(loop, batches, state.adjoint, cross if own else None, state.horizon, halves)
         norm = loop.move_v(found.leaves)
         notes = {"inverse": inverse.name} | noted
         if state.marquardt is not None:

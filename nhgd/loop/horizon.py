@@ -26,7 +26,10 @@ PRODUCT = 2.5  # gradients that a Hessian product with a graph of its own is wor
 POOR, GOOD = 0.25, 0.75  # shares of the predicted gain, as Levenberg and Marquardt have them
 TRUST = (1.0, 1e6)
 LENGTH = 100.0  # the largest factor by which x is rescaled
+SUSPECT = 0.5  # the residual from which on the learnt matrix is compared with none
+WORSE = 0.5  # of the gain of no matrix
 PERSISTENT = 0.9  # cosine
+AHEAD = 2.0  # halves of an inner loop
 FAR = 10.0  # length of a Newton step relative to theta
 STREAK = 3  # poor measurements in a row that cause a warning
 RISE = 3.0  # of the lowest outer loss
@@ -56,6 +59,15 @@ class Horizon:
 
         average <- r average + (1 - r) x,     r = min(max(rho, 0), 0.8)
 
+    theta has not arrived either when v moves. The two halves of an inner loop, in which v stands still, tell where it is
+    going: if the second is q times as long as the first, the rest is a geometric series. So the outer gradients are those
+    at
+
+        theta_T + min(q / (1 - q), 2) (theta_T - theta_{T/2}),     q = mean (s_1.s_2) / mean (s_1.s_1)
+
+    s_1 and s_2 being the two halves' ways and the means running over outer steps; nowhere else if q is not above 0. That is
+    one inner loop ahead at most, and nothing where theta arrives or only wanders with its batches.
+
     Now and then, for at most a twentieth of the inner loop's work, Hessian products measure x against the damped
     system:
 
@@ -73,19 +85,31 @@ class Horizon:
 
     so that a settled run converges to the exact adjoint by preconditioned descent.
 
+    A learnt matrix may be worse than none: the squared gradients of energies say nothing about their curvature. Where
+    the residual is above a half, the next measurement takes u in place of z, or spends one more product. By their best multiples x and u lower x.(H + damping I)x / 2 - u.x by
+
+        (x.u)^2 / (2 x.w)     and     (u.u)^2 / (2 u.(H + damping I)u)
+
+    If x achieves less than half as much as u twice in a row, u takes the place of P^{-1} u, with its best scale, and z =
+    scale (u - w), until P^{-1} u achieves more again.
+
     Attributes:
         cosine: the running mean, on the device of x; `rho` is its last reading.
+        halves: the running means of s_1.s_1 and s_1.s_2, there too.
         warm: whether theta is warm-started at each outer step.
         determined: whether the outer samples have at least as many labels as v has entries, or their number is unknown.
         adjoint: the last x.
         average: the running mean of x, if v is not determined.
         trust, scale, correction: as above.
+        suspect, worse, plain: whether the learnt matrix is to be compared with none, how often in a row it was worse, and
+            whether it is used no more.
         poor, far: how many measurements in a row found x poor, and theta far from its inner optimum.
         steps: outer steps.
         lowest, recent: the lowest running mean of the outer loss, and the present one.
     """
 
     cosine: Tensor
+    halves: Tensor
     warm: bool = True
     determined: bool = True
     adjoint: Tensor | None = None
@@ -94,6 +118,9 @@ class Horizon:
     trust: float = 1.0
     scale: float = 1.0
     correction: Tensor | None = None
+    suspect: bool = False
+    worse: int = 0
+    plain: bool = False
     poor: int = 0
     far: int = 0
     lowest: float = math.inf
@@ -103,7 +130,8 @@ class Horizon:
     @classmethod
     def start(cls, device: torch.device, warm: bool = True, determined: bool = True) -> Horizon:
         """The horizon before the first outer step, for a run whose theta is warm-started, or is not."""
-        return cls(torch.zeros((), dtype=torch.float64, device=device), warm=warm, determined=determined)
+        zeros = torch.zeros(3, dtype=torch.float64, device=device)
+        return cls(zeros[0].clone(), zeros[1:].clone(), warm=warm, determined=determined)
 
     @property
     def horizon_loops(self) -> float:
@@ -136,6 +164,14 @@ class Horizon:
             new = tape.on_device(tape.number(lambda: 1 - self.kept))
             self.average = kept * self.average + new * x
 
+    def ahead(self, first: Tensor, second: Tensor) -> Tensor:
+        """How far theta still goes, from the ways it went in the two halves of the inner loop."""
+        a, b = first.double(), second.double()
+        self.halves = self.halves.lerp(torch.stack([a.dot(a), a.dot(b)]), 1 - MEMORY)
+        size, along = self.halves
+        q = torch.where(size > 0, along / size, 0.0).clamp(0.0, AHEAD / (1 + AHEAD))
+        return (q / (1 - q)).to(second.dtype) * second
+
     @property
     def kept(self) -> float:
         """How much the running mean of x keeps of itself."""
@@ -153,47 +189,71 @@ class Horizon:
 
     def due(self, step: int, inner_steps: int) -> bool:
         """Whether products may be spent at this outer step."""
-        products = 2 if self.persists else 1
+        products = 1 + self.persists + (self.plain or (self.suspect and not self.persists))
         period: int = max(EVERY, math.ceil(products * PRODUCT / (SHARE * max(inner_steps, 1))))
         return step % period == 0
 
-    def corrected(self, x: Tensor) -> Tensor:
-        """The learnt inverse's x with the scale and the correction that are known."""
+    @property
+    def compares(self) -> bool:
+        """Whether a measurement compares the learnt matrix with none."""
+        return self.suspect or self.plain
+
+    def corrected(self, x: Tensor, u: Tensor) -> Tensor:
+        """The learnt inverse's x for u, or u where no matrix is better, with the scale and the correction that are known."""
+        x = u if self.plain else x
         x = x if self.scale == 1.0 else x * tape.on_device(tape.number(lambda: self.scale))
         if self.correction is not None:
             self.correction = self.correction * tape.on_device(tape.number(lambda: max(self.rho, 0.0)))
             x = x + self.correction
         return x
 
-    def as_used(self, x: Tensor) -> Tensor:
+    def as_used(self, x: Tensor, u: Tensor) -> Tensor:
         """x as the last outer step would have used it; changes nothing."""
+        x = u if self.plain else x
         return self.scale * x if self.correction is None else self.scale * x + self.correction
 
     def measured(
-        self, at: Oracle, u: Tensor, x: Tensor, solve: Callable[[Tensor], Tensor], gradient: Tensor | None
+        self,
+        at: Oracle,
+        u: Tensor,
+        x: Tensor,
+        solve: Callable[[Tensor], Tensor],
+        gradient: Tensor | None,
+        learnt: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """A better x by one or two products, with notes; also updates the horizon.
+        """A better x by one product to three, with notes; also updates the horizon.
 
         Args:
             at: the point, damped.
             x: as `corrected` gave it.
-            solve: the inverse that it came from.
+            solve: the learnt inverse.
             gradient: of the inner objective where the inner loop ended, or nearly there.
+            learnt: the learnt inverse's own x; None: x itself.
         """
         w = at.hvp(x)
-        z = solve(u - w)
-        persists = self.persists
-        hz = at.hvp(z) if persists else torch.zeros_like(z)
+        if self.plain:
+            scale = tape.on_device(tape.number(lambda: self.scale))
+            solve = lambda r: scale * r  # noqa: E731
+        persists, compares = self.persists, self.compares
+        other = u if learnt is None or not self.plain else learnt
+        ho = at.hvp(other) if compares else torch.zeros_like(other)
+        along_u = persists and compares and not self.plain
+        z = u if along_u else solve(u - w)
+        hz = ho if along_u else at.hvp(z) if persists else torch.zeros_like(z)
         newton = x.new_zeros(()) if gradient is None else solve(gradient).norm()
         pairs = [(u, u), (x, u), (x, w), (z, u), (x, hz), (z, hz), (x, x), (z, z), (x, z), (w, w), (w, u), (w, hz)]
-        pairs += [(hz, hz), (hz, u)]
+        pairs += [(hz, hz), (hz, u), (other, u), (other, ho)]
         numbers = [a.double().dot(b.double()) for a, b in pairs]
-        numbers += [newton.double(), at.problem.theta.flat().double().norm()]
+        numbers = [*numbers[:-2], newton.double(), at.problem.theta.flat().double().norm(), *numbers[-2:]]
         stacked, outcome = torch.stack(numbers), dict[str, Any]()
 
         def look() -> None:
-            learnt = self._learnt(stacked.tolist(), persists, gradient is not None)
-            outcome.update(zip(("a", "b", "notes"), learnt, strict=True))
+            found = stacked.tolist()
+            a, b, notes = self._learnt(found[:-2], persists, gradient is not None)
+            swapped = self._compared(found[-2], found[-1], found) if compares and notes else None
+            # Where the other is better x gives way, and so does its correction.
+            learnt = (a, b, 0.0) if swapped is None else (0.0, 0.0, swapped)
+            outcome.update(zip(("a", "b", "c", "notes"), (*learnt, notes), strict=True))
 
         tape.eager(look)
         if tape.tape() is None and not outcome["notes"]:
@@ -202,7 +262,12 @@ class Horizon:
         b = tape.on_device(tape.number(lambda: outcome["b"]))
         if persists:
             self.correction = b * z if self.correction is None else a * self.correction + b * z
-        return a * x + b * z, tape.host_value(lambda: outcome["notes"])
+        elif compares and self.correction is not None:
+            self.correction = self.correction * tape.on_device(tape.number(lambda: float(outcome["c"] == 0)))
+        better = a * x + b * z
+        if compares:
+            better = better + tape.on_device(tape.number(lambda: outcome["c"])) * other
+        return better, tape.host_value(lambda: outcome["notes"])
 
     def _learnt(self, found: list[float], persists: bool, moved: bool) -> tuple[float, float, dict[str, Any]]:
         """a and b of the best a x + b z, with notes; no notes if the numbers are degenerate."""
@@ -219,19 +284,32 @@ class Horizon:
             self.trust = max(self.trust / 2, TRUST[0])
         a, b = best_combination(xw, xhz, zhz, xu, zu) if persists else (xu / xw if sound else 1.0, 0.0)
         a, b = min(max(a, 1 / LENGTH), LENGTH), min(max(b, -LENGTH), LENGTH)
-        self.scale = min(max(self.scale * a, 1 / LENGTH), LENGTH)
+        self.scale = self.scale * a if self.plain else min(max(self.scale * a, 1 / LENGTH), LENGTH)
         left = a * a * ww + 2 * a * b * whz + b * b * hzhz - 2 * a * wu - 2 * b * hzu + uu
         residual = math.sqrt(max(left, 0.0) / uu)
-        refined = math.sqrt(max(xx + 2 * xz + zz, 0.0) * xx)
+        c, d = (a, b) if persists else (1.0, 1.0)
+        refined = math.sqrt(max(c * c * xx + 2 * c * d * xz + d * d * zz, 0.0) * xx)
         distance = newton_length / length if length > 0 else 0.0
+        self.suspect = residual > SUSPECT
         self.poor = self.poor + 1 if gain < POOR else 0
         self.far = self.far + 1 if distance > FAR else 0
-        notes = {"residual": residual, "cosine": (xx + xz) / refined if refined > 0 else 0.0}
+        notes = {"residual": residual, "cosine": (c * xx + d * xz) / refined if refined > 0 else 0.0}
         return a, b, notes | ({"inner_distance": distance} if moved else {})
+
+    def _compared(self, ou: float, oh: float, found: list[float]) -> float | None:
+        """The multiple of the other candidate that takes the place of x, if one achieves enough more; None otherwise."""
+        xu, xw = found[1], found[2]
+        mine = xu * xu / xw if xu > 0 and xw > 0 else 0.0
+        other = ou * ou / oh if ou > 0 and oh > 0 else 0.0
+        self.worse = self.worse + 1 if not self.plain and mine < WORSE * other else 0
+        if not other > 0 or not (other > mine if self.plain else self.worse > 1):
+            return None
+        self.plain, self.scale = not self.plain, ou / oh
+        return self.scale
 
     def signature(self, step: int, inner_steps: int) -> tuple[Any, ...]:
         """What decides which work an outer step does here, numbers aside."""
-        known = self.scale == 1.0, self.correction is None, self.adjoint is None
+        known = self.scale == 1.0, self.correction is None, self.adjoint is None, self.suspect, self.plain
         return (self.due(step, inner_steps) and (2 if self.persists else 1), *known)
 
     def warning_for(self, loss: float) -> str | None:

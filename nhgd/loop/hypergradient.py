@@ -19,6 +19,7 @@ from nhgd.loop.horizon import Horizon
 from nhgd.loop.loop import Loop, Product
 from nhgd.objective import Objective
 from nhgd.oracle import Oracle
+from nhgd.oracle import OuterGradient as GradientsOfOuter
 
 
 class OuterGradient(NamedTuple):
@@ -35,6 +36,7 @@ def hypergradient(
     start: Tensor | None = None,
     cross: Callable[[Oracle], Product] | None = None,
     horizon: Horizon | None = None,
+    halves: Sequence[Tensor] = (),
 ) -> OuterGradient:
     """The hypergradient at the end of the inner loop, on these inner batches and the next outer one.
 
@@ -43,7 +45,9 @@ def hypergradient(
     Args:
         start: where an iterative inverse starts.
         cross: takes the oracle and returns the product of the transposed cross derivative with x; None: the oracle's own.
-        horizon: sets the damping of an inverse with damping="auto".
+        horizon: sets the damping of an inverse with damping="auto", and how far ahead of theta the outer gradients are
+            taken.
+        halves: theta at the start and in the middle of the inner loop, for the horizon; nothing is taken ahead without.
     """
     executor = loop.executor
     waiting = isinstance(executor, SupportsOverlap) and executor.inner_loop_ended()
@@ -55,7 +59,7 @@ def hypergradient(
             tape.eager(lambda: None)  # the optimiser's moments must be complete here
         at.damp(tape.number(lambda: known.damping(loop.theta.travelled(), ridge)))
     try:
-        outer = at.outer()
+        outer = _outer(loop, at, horizon, halves)
         along = None if cross is None else cross(at)
         if along is None and waiting:  # else the graph would only take memory
             at.prepare()
@@ -91,6 +95,16 @@ def hypergradient(
     return OuterGradient(found, lag, notes)
 
 
+def _outer(loop: Loop, at: Oracle, horizon: Horizon | None, halves: Sequence[Tensor]) -> GradientsOfOuter:
+    """The outer loss and its gradients, where theta is going."""
+    if horizon is None or not halves:
+        return at.outer()
+    start, middle = halves
+    here = loop.problem.theta.flat()
+    with loop.temporarily_at(here + horizon.ahead(middle - start, here - middle)):
+        return at.outer()
+
+
 def _adjusted(
     loop: Loop,
     horizon: Horizon,
@@ -101,11 +115,11 @@ def _adjusted(
     x: Tensor,
 ) -> Tensor:
     """x as the horizon corrects it, now and then by Hessian products, which add notes."""
-    x = horizon.corrected(x)
+    learnt, x = x, horizon.corrected(x, u)
     if not horizon.due(loop.clock.k, loop.clock.t):
         return x
     gradient = None if loop.last_gradient is None else loop.problem.theta.flatten(loop.last_gradient)
-    better, found = horizon.measured(_few(at), u, x, solver(), gradient)
+    better, found = horizon.measured(_few(at), u, x, solver(), gradient, learnt)
     notes |= found if isinstance(found, dict) else {tape.MORE: found}
     return better
 
