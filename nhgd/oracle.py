@@ -145,11 +145,15 @@ class Oracle:
         return OuterGradient(value, in_theta, in_v)
 
     @torch.no_grad()
-    def outer_value(self) -> float:
+    def outer_loss(self) -> Tensor:
         """The outer loss alone, for the record: no derivative and no count."""
         with self._outer.drawing():
             value = self._outer.term()
-        return float(self._outer.summed([value])[0])
+        return self._outer.summed([value])[0]
+
+    def outer_value(self) -> float:
+        """The same as a number."""
+        return float(self.outer_loss())
 
     @torch.no_grad()
     def inner_value(self) -> float:

@@ -86,7 +86,7 @@ class Horizon:
     so that a settled run converges to the exact adjoint by preconditioned descent.
 
     A learnt matrix may be worse than none: the squared gradients of energies say nothing about their curvature. Where
-    the residual is above a half, the next measurement takes u in place of z, or spends one more product. By their best multiples x and u lower x.(H + damping I)x / 2 - u.x by
+    the residual is above a half, the next measurement spends one more product, along u. By their best multiples x and u lower x.(H + damping I)x / 2 - u.x by
 
         (x.u)^2 / (2 x.w)     and     (u.u)^2 / (2 u.(H + damping I)u)
 
@@ -189,7 +189,7 @@ class Horizon:
 
     def due(self, step: int, inner_steps: int) -> bool:
         """Whether products may be spent at this outer step."""
-        products = 1 + self.persists + (self.plain or (self.suspect and not self.persists))
+        products = 1 + self.persists + self.compares
         period: int = max(EVERY, math.ceil(products * PRODUCT / (SHARE * max(inner_steps, 1))))
         return step % period == 0
 
@@ -235,11 +235,10 @@ class Horizon:
             scale = tape.on_device(tape.number(lambda: self.scale))
             solve = lambda r: scale * r  # noqa: E731
         persists, compares = self.persists, self.compares
+        z = solve(u - w)
+        hz = at.hvp(z) if persists else torch.zeros_like(z)
         other = u if learnt is None or not self.plain else learnt
         ho = at.hvp(other) if compares else torch.zeros_like(other)
-        along_u = persists and compares and not self.plain
-        z = u if along_u else solve(u - w)
-        hz = ho if along_u else at.hvp(z) if persists else torch.zeros_like(z)
         newton = x.new_zeros(()) if gradient is None else solve(gradient).norm()
         pairs = [(u, u), (x, u), (x, w), (z, u), (x, hz), (z, hz), (x, x), (z, z), (x, z), (w, w), (w, u), (w, hz)]
         pairs += [(hz, hz), (hz, u), (other, u), (other, ho)]
@@ -287,13 +286,12 @@ class Horizon:
         self.scale = self.scale * a if self.plain else min(max(self.scale * a, 1 / LENGTH), LENGTH)
         left = a * a * ww + 2 * a * b * whz + b * b * hzhz - 2 * a * wu - 2 * b * hzu + uu
         residual = math.sqrt(max(left, 0.0) / uu)
-        c, d = (a, b) if persists else (1.0, 1.0)
-        refined = math.sqrt(max(c * c * xx + 2 * c * d * xz + d * d * zz, 0.0) * xx)
+        refined = math.sqrt(max(xx + 2 * xz + zz, 0.0) * xx)
         distance = newton_length / length if length > 0 else 0.0
         self.suspect = residual > SUSPECT
         self.poor = self.poor + 1 if gain < POOR else 0
         self.far = self.far + 1 if distance > FAR else 0
-        notes = {"residual": residual, "cosine": (c * xx + d * xz) / refined if refined > 0 else 0.0}
+        notes = {"residual": residual, "cosine": (xx + xz) / refined if refined > 0 else 0.0}
         return a, b, notes | ({"inner_distance": distance} if moved else {})
 
     def _compared(self, ou: float, oh: float, found: list[float]) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -96,13 +97,14 @@ def hypergradient(
 
 
 def _outer(loop: Loop, at: Oracle, horizon: Horizon | None, halves: Sequence[Tensor]) -> GradientsOfOuter:
-    """The outer loss and its gradients, where theta is going."""
+    """The outer loss here, and its gradients where theta is going."""
     if horizon is None or not halves:
         return at.outer()
     start, middle = halves
     here = loop.problem.theta.flat()
+    value = at.outer_loss()
     with loop.temporarily_at(here + horizon.ahead(middle - start, here - middle)):
-        return at.outer()
+        return replace(at.outer(), value=value)
 
 
 def _adjusted(
