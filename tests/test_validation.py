@@ -391,7 +391,7 @@ def test_a_named_tuple_stays_one() -> None:
 def test_a_number_is_no_truth_value() -> None:
     """What is 1 was meant as a number, perhaps for the setting beside; NumPy's truth values are what they say."""
     data = torch.zeros(4, 2)
-    with pytest.raises(nhgd.InputError, match="shuffle must be True or False, got 1"):
+    with pytest.raises(nhgd.InputError, match=r"shuffle must be True or False or .blocks., got 1"):
         nhgd.Data(data, batch=2, shuffle=1)
     nhgd.Data(data, batch=2, shuffle=np.bool_(True))
 

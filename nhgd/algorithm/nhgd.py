@@ -202,7 +202,9 @@ class NHGD(AbstractAlgorithm):
         )
         crossing = self._crossing(loop, steps)
         halves, losses = list[Tensor](), list[Tensor]()
-        half = steps // 2 if state.horizon is not None and self.warm_start else 0
+        # Copies of a large theta would cost more than they tell.
+        looks_ahead = state.horizon is not None and self.warm_start and loop.problem.theta.numel <= LARGE
+        half = steps // 2 if looks_ahead else 0
         for t in range(steps):
             if half and t in (steps - 2 * half, steps - half):
                 halves.append(loop.problem.theta.flat())
