@@ -140,6 +140,16 @@ def test_only_rank_one_updates_of_the_inverse_can_wait(settings):
         replace(LITERAL, fold=2, **settings)
 
 
+def test_an_inverse_is_passed_over_however_lapack_left_it():
+    inverse = start()
+    assert not inverse.is_contiguous()  # its columns lie together
+    for matrix in (inverse, inverse.contiguous()):
+        view = woodbury.by_rows(matrix)
+        assert view.is_contiguous()
+        assert view.data_ptr() == matrix.data_ptr()
+    assert woodbury.by_rows(inverse[::2, ::2]) is None
+
+
 def noted(taken, function, *given):
     taken.append(1)
     return function(*given)

@@ -27,8 +27,9 @@ def _kernel() -> Any:
 
 def subtract_outer(matrix: Tensor, roots: Tensor, scale: float) -> None:
     """A <- scale A - W^T W, in place, for W (n, D); a symmetric A stays symmetric in every bit."""
-    if matrix.is_cuda and len(roots) <= FEW and matrix.is_contiguous() and _kernel() is not None:
-        _kernel().subtract(matrix, roots.contiguous(), scale)
+    rows = by_rows(matrix)
+    if matrix.is_cuda and len(roots) <= FEW and rows is not None and _kernel() is not None:
+        _kernel().subtract(rows, roots.contiguous(), scale)
         return
     if matrix.is_cuda and len(roots) == 1:
         matrix.addr_(roots[0], roots[0], beta=scale, alpha=-1)
@@ -40,6 +41,11 @@ def subtract_outer(matrix: Tensor, roots: Tensor, scale: float) -> None:
     if len(roots) > 1:
         # An asymmetric part would grow by the scale at each step. An outer product of one vector has none.
         matrix.add_(matrix.T.clone()).mul_(0.5)
+
+
+def by_rows(symmetric: Tensor) -> Tensor | None:
+    """The same memory as a contiguous array, whose columns may lie together, as LAPACK leaves them; None if it has gaps."""
+    return next((view for view in (symmetric, symmetric.T) if view.is_contiguous()), None)
 
 
 def _by_halves(matrix: Tensor, roots: Tensor, scale: float) -> None:
