@@ -179,20 +179,6 @@ def test_outer_gradients_are_those_of_where_theta_is_going():
         torch.testing.assert_close(horizon.ahead(steps, factor * steps), ahead * factor * steps)
 
 
-def test_a_theta_that_lags_far_behind_is_said():
-    """A way that hardly shortens within an inner loop: of 10.5 further loops it is said, of 9.5 it is not."""
-    way = torch.tensor([0.3, -0.4]).double()
-    for loops, said in ((9.5, False), (10.5, True), (math.inf, True)):
-        horizon, doubts = Horizon.start(CPU), []
-        factor = 1.0 if math.isinf(loops) else 2 * loops / (1 + 2 * loops)
-        for k in range(40):
-            horizon.ahead(way, factor * way)
-            horizon.read(k)
-            doubts.append(horizon.warning_for(1.0))
-        assert all(doubt is None for doubt in doubts[:20])
-        assert ("lags far behind" in str(doubts[-1])) is said
-
-
 @pytest.mark.parametrize("inner_steps", [1, 4, 5])
 def test_a_run_looks_ahead_by_the_halves_of_its_inner_loop(inner_steps, monkeypatch):
     """grad f is taken at theta_T + c (theta_T - theta_{T/2}); the rest of the formula at theta_T."""

@@ -31,8 +31,7 @@ WORSE = 0.5  # of the gain of no matrix
 PERSISTENT = 0.9  # cosine
 AHEAD = 2.0  # halves of an inner loop
 FAR = 10.0  # length of a Newton step relative to theta
-BEHIND = 10.0  # further inner loops that theta would need
-STREAK = 3  # poor measurements or readings in a row that cause a warning
+STREAK = 3  # poor measurements in a row that cause a warning
 RISE = 3.0  # of the lowest outer loss
 SETTLED = 20  # outer steps
 
@@ -105,7 +104,6 @@ class Horizon:
         suspect, worse, plain: whether the learnt matrix is to be compared with none, how often in a row it was worse, and
             whether it is used no more.
         poor, far: how many measurements in a row found x poor, and theta far from its inner optimum.
-        behind: how many readings in a row found that theta would need more than ten further inner loops at this v.
         steps: outer steps.
         lowest, recent: the lowest running mean of the outer loss, and the present one.
     """
@@ -125,7 +123,6 @@ class Horizon:
     plain: bool = False
     poor: int = 0
     far: int = 0
-    behind: int = 0
     lowest: float = math.inf
     recent: float = math.nan
     steps: int = 0
@@ -181,11 +178,9 @@ class Horizon:
         return min(max(self.rho, 0.0), STEADY)
 
     def read(self, step: int) -> None:
-        """The running means, every few outer steps alone."""
+        """The mean cosine, every few outer steps alone."""
         if step < EVERY or step % EVERY == EVERY - 1:
-            self.rho, size, along = torch.cat([self.cosine.reshape(1), self.halves]).tolist()
-            left = math.inf if along >= size else along / (size - along)  # q / (1 - q), in halves of a loop
-            self.behind = self.behind + 1 if size > 0 and left > 2 * BEHIND else 0
+            self.rho = float(self.cosine)
 
     @property
     def persists(self) -> bool:
@@ -333,12 +328,6 @@ class Horizon:
                 "theta is far from its inner optimum: a Newton step would be many times as long as theta itself. The"
                 " hypergradient describes an optimum that theta never reaches. Take more inner steps, a larger inner"
                 " step, or l2."
-            )
-        if self.steps > SETTLED and self.behind >= STREAK:
-            return (
-                f"theta lags far behind v: at the pace of its inner loops it would need more than {BEHIND:g} further ones to"
-                " arrive. The hypergradient describes a theta on its way, and v may suit one that is trained to its end"
-                " less. Take more inner steps, a larger inner step, or l2, and judge v with theta trained to its end."
             )
         if self.steps > SETTLED and self.lowest > 0 and self.recent > RISE * self.lowest:
             return (
