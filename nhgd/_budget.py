@@ -145,7 +145,8 @@ class Budget:
         outer = (1, max(end, 5)) if count == 2 else (1, max(end, 3), BUILD_UP)[:count]
         more = int((left - count * invert) / (length * one))
         rows = min(samples, max(rows, min(rows + more, ceil(2 * wanted / length))))
-        found = replace(self._built_up(later, length, a_loop), build_up_samples=rows)
+        small = min(later.small, self._small(inverse, left / length / 4))
+        found = replace(self._built_up(later, length, a_loop), build_up_samples=rows, build_up_small=small)
         return replace(found, invert_at=tuple(dict.fromkeys(sum(map(found.records, range(k * steps))) for k in outer)))
 
     def _built_up(self, later: Effort, records: int, a_loop: int) -> Effort:
@@ -258,13 +259,12 @@ class Budget:
         if not isinstance(inverse, KFAC):
             return 0
         sizes = sorted((n, layer.groups) for layer in self.shape.layers for n in (layer.columns, layer.out))
-        spent, largest = 0.0, 0
+        spent = 0.0
         for n, groups in sizes:
             spent += self.prices.of([Operation("eigh", n, groups)], self.gradient)
-            if spent > seconds:
-                break
-            largest = n
-        return min(largest, next((n - 1 for n, _ in sizes if n > largest), largest)) if spent > seconds else largest
+            if spent > seconds:  # then none of this size
+                return max((smaller for smaller, _ in sizes if smaller < n), default=0)
+        return max((n for n, _ in sizes), default=0)
 
     @property
     def widest(self) -> int:

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nhgd
-from nhgd._budget import BRIEF_RECORD, Budget
+from nhgd._budget import BRIEF_RECORD, BUILD_UP_SHARE, Budget
+from nhgd._cost import Operation
 from nhgd._prices import PRICES, Priced
 from nhgd._recording.recorder import Recorder
 from nhgd._recording.sampling import Sampling
@@ -198,6 +199,41 @@ def test_after_the_build_up_the_price_is_within_the_budget(name: str, inverse: A
     if effort.invert_at is not None:
         assert 1 <= len(effort.invert_at) <= 3
         assert effort.invert_at[0] <= 10  # a basis is there when the first inner loop ends
+
+
+def priced(budget: Budget, most: int) -> float:
+    """Seconds of decomposing all factors with at most this many rows."""
+    sizes = [(n, layer.groups) for layer in budget.shape.layers for n in (layer.columns, layer.out) if n <= most]
+    return budget.prices.of([Operation("eigh", n, groups) for n, groups in sizes], budget.gradient)
+
+
+@pytest.mark.parametrize("device", PRICES)
+def test_factors_of_one_size_are_decomposed_at_every_record_all_or_none(device: str) -> None:
+    """Twenty layers with equal factors: that one of them is cheap does not make all of them so."""
+    shape = Shape(20 * 64 * 65, 32, (Layer(1, 64, 65, 128),) * 20)
+    gradient = 20e-3
+    budget = Budget(shape, gradient, gradient, 10, PRICES[device])
+    one = priced(budget, 64) / 20
+    assert budget._small(KFAC(), 20 * one * 1.01) == 64
+    assert budget._small(KFAC(), 19 * one) == 0
+    assert budget._small(KFAC(), priced(budget, 65) * 1.01) == 65
+
+
+@pytest.mark.parametrize("device", PRICES)
+def test_decompositions_of_the_build_up_cost_no_more_than_its_share(device: str) -> None:
+    """A large model, whose build-up records every inner step: its factors are not decomposed at each of them."""
+    layers = (Layer(1, 2304, 769, 512), Layer(1, 768, 769, 512), Layer(1, 3072, 769, 512), Layer(1, 768, 3073, 512)) * 4
+    shape = Shape(sum(layer.numel for layer in layers), 32, layers)
+    gradient = 40e-3 if device == "cuda" else 4.0
+    budget = Budget(shape, gradient, gradient, 10, PRICES[device])
+    effort = budget.effort(KFAC())
+    assert effort is not None
+    assert effort.invert_at is not None
+    refreshed = sum(priced(budget, effort.refreshes(seen)) for seen in range(1, effort.observed_in_build_up + 1))
+    allowed = 10 * BUILD_UP_SHARE * KFAC().overhead * 10 * gradient
+    assert refreshed <= allowed / 4 * (1 + 1e-9)
+    later = priced(budget, effort.refreshes(effort.observed_in_build_up + 1)) * 10 / effort.every
+    assert later <= KFAC().overhead * 10 * gradient
 
 
 def steps_of(effort: Effort, steps: int) -> int:

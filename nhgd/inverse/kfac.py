@@ -139,13 +139,13 @@ class KFAC(AbstractKronecker[KroneckerState]):
             layers = [
                 layer for i, layer in enumerate(state.inputs) if i % turn[1] == turn[0] or layer not in state.bases
             ]
-            bases = refreshed(state, effort.small) | self._bases(state, layers, pool)
+            bases = refreshed(state, effort.refreshes(state.observed)) | self._bases(state, layers, pool)
             return replace(state, bases=bases)
         if self.is_due(state.observed):
             return replace(state, bases=tape.eager(lambda: self._bases(state, state.inputs, pool)))
         if effort is None:
             return state
-        return replace(state, bases=refreshed(state, effort.small))
+        return replace(state, bases=refreshed(state, effort.refreshes(state.observed)))
 
     def _bases(self, state: KroneckerState, layers: Iterable[str], pool: Pool | None) -> dict[str, dict[str, Tensor]]:
         return {layer: basis._asdict() for layer, basis in decompositions(state, layers, pool).items()}

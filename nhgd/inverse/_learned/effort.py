@@ -17,6 +17,7 @@ class Effort:
         every, last: of each `every` inner steps the last `last` are recorded; None: the first one.
         invert_every: observations from one decomposition of all factors to the next.
         small: factors with up to this many rows are decomposed at every observation.
+        build_up_small: the same at those of the build-up, which are more; None: as `small` says.
         memory: samples that a running mean remembers, or a window holds; None: as `beta` or `window` says.
         build_up: inner steps at the beginning, of which more are recorded, so that there is something to invert.
         build_up_every, build_up_last: which of these, in the same way.
@@ -42,6 +43,7 @@ class Effort:
     last: int | None = None
     invert_every: int = 1
     small: int = 0
+    build_up_small: int | None = None
     memory: int | None = None
     build_up: int = 0
     build_up_every: int = 1
@@ -72,6 +74,15 @@ class Effort:
     def in_full(self, observed: int) -> bool:
         """Whether observation number `observed` was taken in full, and is decomposed in each solve."""
         return observed <= self.observed_in_build_up and self.invert_at is None
+
+    def refreshes(self, observed: int) -> int:
+        """Factors with up to this many rows are decomposed at this observation.
+
+        >>> [Effort(small=9, build_up=2, build_up_small=4, invert_at=(2,)).refreshes(seen) for seen in (1, 2, 3)]
+        [4, 4, 9]
+        """
+        building = self.build_up_small is not None and observed <= self.observed_in_build_up
+        return min(self.small, self.build_up_small or 0) if building else self.small
 
     def inverts(self, observed: int) -> bool:
         """Whether all factors are decomposed at this observation, counted from 1."""

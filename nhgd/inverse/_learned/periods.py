@@ -50,7 +50,8 @@ class Periodic(Learned[S]):
             observed += 1
             taken = self.sampling(step)
             full = self.effort is not None and self.effort.in_full(observed)
-            found.append((taken and taken[:2], full, self.is_due(observed)))
+            small = None if self.effort is None else self.effort.refreshes(observed)
+            found.append((taken and taken[:2], full, small, self.is_due(observed)))
         return tuple(found)
 
     def is_due(self, observed: int) -> bool:
