@@ -8,14 +8,12 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-import torch
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
 import nhgd
 from nhgd.data.idx import find, read_images
-from nhgd.plot.png import write_png
-from nhgd.task.distillation import page
+from nhgd.plot.distilled import draw_distilled
 
 
 def images(data):
@@ -47,7 +45,8 @@ def main(arguments=None):
     print(f"test accuracy of a linear classifier trained on {len(real)} images: {chosen:.3f} real, {learnt:.3f} learnt")
     if options.out is not None:
         side = round(X.shape[1] ** 0.5)
-        write_png(options.out, page(torch.as_tensor(distiller.images_), columns=10, shape=(side, side)))
+        pictures = distiller.images_.reshape(len(distiller.classes_), 1, side, side, 1)
+        draw_distilled(options.out, pictures, [str(c) for c in distiller.classes_], "Ten learnt images")
         print(f"the learnt images: {options.out}")
     return learnt, chosen
 

@@ -514,7 +514,8 @@ def test_the_outer_gradient_and_the_graph_of_the_cross_derivative_are_made_while
     asked.clear()
     slow.gate.clear()
     solver.step()
-    assert asked == ["inner"] * (1 if single else 3) + ["outer", "inner"]  # and none after the solve
+    # The outer loss at theta, and its gradients where theta is going; none after the solve.
+    assert asked == (["inner", "outer", "inner"] if single else [*["inner"] * 3, "outer", "outer", "inner"])
     solver.close()
 
 

@@ -863,7 +863,7 @@ def test_a_signal_after_the_numbers_were_written_says_where_they_are(moment, tmp
     )
     program += {
         "summary": "nhgd.Solver._advance = advance\nnhgd.task.quadratic.QuadraticInstance.summary = end\n",
-        "drawing": "nhgd.Solution.plot = end_twice\n",
+        "drawing": "import nhgd.cli._run_folder as folder\nfolder.draw_history = end_twice\n",
         "printing": "command.print_json = end_twice\n",
     }[moment]
     words = [*RUN, "--steps", "3" if moment != "summary" else "1000000", "--out", str(out), "--checkpoint", str(place)]
