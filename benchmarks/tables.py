@@ -117,6 +117,25 @@ def captured_steps(result: dict) -> str:
     return "\n".join(lines)
 
 
+def captured_late(result: dict) -> str:
+    lines = ["| method | mean ms | replayed, mean ms | median ms | longest replayed, ms |", "| --- " * 5 + "|"]
+    for name, row in result["methods"].items():
+        if "graph" in row:
+            graph = row["graph"]
+            cells = [graph[key] for key in ("milliseconds", "replayed_milliseconds", "median_milliseconds")]
+            numbers = " | ".join(f"{cell:.2f}" for cell in cells)
+            lines.append(f"| {name} | {numbers} | {graph['longest_replayed_milliseconds']:.0f} |")
+    return "\n".join(lines)
+
+
+def ways_on_gpu(result: dict) -> str:
+    lines = ["| way | ms of an outer step | ratio to gathers | launches | synchronisations |", "| --- " * 5 + "|"]
+    for name, row in result["ways"].items():
+        cells = f"{row['milliseconds']:.1f} | {row['ratio']:.2f} | {row['launches']:.0f} | {row['synchronisations']:.1f}"
+        lines.append(f"| {name} | {cells} |")
+    return "\n".join(lines)
+
+
 def growth(result: dict) -> str:
     lines = ["| size | slope of time | slope of memory |", "| --- | --- | --- |"]
     for axis, found in result["axes"].items():
@@ -165,6 +184,8 @@ def pages() -> dict[str, dict[str, str]]:
             "ways": ways(read("floor-cpu.json")),
             "parts": parts(read("floor-cpu.json")),
             "captured": captured_steps(read("captured-h200.json")),
+            "captured-late": captured_late(read("captured-late-h200.json")),
+            "ways-h200": ways_on_gpu(read("floor-h200.json")),
             "growth": growth(read("growth-cpu.json")),
         },
         "docs/rivals.md": {"rivals": rivals.table(read("rivals-cpu.json"))},
