@@ -131,7 +131,9 @@ def captured_late(result: dict) -> str:
 def ways_on_gpu(result: dict) -> str:
     lines = ["| way | ms of an outer step | ratio to gathers | launches | synchronisations |", "| --- " * 5 + "|"]
     for name, row in result["ways"].items():
-        cells = f"{row['milliseconds']:.1f} | {row['ratio']:.2f} | {row['launches']:.0f} | {row['synchronisations']:.1f}"
+        cells = (
+            f"{row['milliseconds']:.1f} | {row['ratio']:.2f} | {row['launches']:.0f} | {row['synchronisations']:.1f}"
+        )
         lines.append(f"| {name} | {cells} |")
     return "\n".join(lines)
 
