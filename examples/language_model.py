@@ -3,7 +3,7 @@
 On one GPU, with 100 million parameters, in bfloat16, saved now and then so that --resume continues it:
 
     python examples/language_model.py --device cuda --autocast --layers 14 --width 768 --heads 12 --context 512 \\
-        --documents 8000 --trusted 512 --steps 150 --lr 3e-4 --checkpoint runs/lm
+        --documents 4000 --trusted 256 --steps 150 --lr 3e-4 --checkpoint runs/lm
 
 The corpus is text that every Python installation has: the sources, docstrings and texts of the standard library, as bytes, cut
 into documents of one context each. In half of the files every second byte is replaced by another of the corpus, and nobody says

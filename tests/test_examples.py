@@ -48,7 +48,7 @@ def learning_rate(said):
 def language_model(said):
     ((area,),) = numbers(r"^AUC of the weights: ([\d.]+);", said)
     (learnt,), (alike,) = numbers(r"^loss on other files, .*: +([\d.]+) ", said)
-    assert area > 0.6  # after thirty outer steps; the full run comes near 1
+    assert 0 <= area <= 1  # how well so few files are told apart depends on which this Python's library has
     assert learnt < alike + 0.1
 
 
@@ -81,6 +81,15 @@ class TestEveryExample:
     def test_names_its_command(self, path):
         said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
         assert f"python examples/{path.name}" in said
+
+
+@pytest.mark.slow
+def test_the_language_model_finds_the_corrupted_files():
+    path = next(path for path in EXAMPLES if path.stem == "language_model")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    found = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    assert numbers(r"^AUC of the weights: ([\d.]+);", found.stdout)[0][0] > 0.9
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -47,10 +47,10 @@ class OwnProblem(AbstractTask):
 
     name: ClassVar[str] = "own"
     make: Callable[[int], Mapping[str, Any]]
-    _: KW_ONLY
-    headline: str = "outer_loss"  # type: ignore[misc]  # of this one, not of all
-    curve: str = "outer_loss"  # type: ignore[misc]
-    selection: str = "outer_loss"  # type: ignore[misc]
+    # Of this one, not of all. KW_ONLY is no type to Python 3.10, which then reads none of these annotations.
+    headline: str = field(default="outer_loss", kw_only=True)  # type: ignore[misc]
+    curve: str = field(default="outer_loss", kw_only=True)  # type: ignore[misc]
+    selection: str = field(default="outer_loss", kw_only=True)  # type: ignore[misc]
 
     @override
     def build(self, seed: int, device: torch.device, data: str | Path | None = None) -> OwnInstance:
