@@ -14,9 +14,9 @@ from typing_extensions import override
 from nhgd import _tape as tape
 from nhgd._recording.accounting import Call, LayerCall, Scores
 from nhgd._recording.fisher_roots import FisherRoots
-from nhgd._recording.leaf_call import LeafCall, rows_of, summed
+from nhgd._recording.leaf_call import LeafCall
 from nhgd._recording.normalisation import NormCall, signs, summed_rows
-from nhgd._recording.per_sample import OneSampleGradients
+from nhgd._recording.other_rows import OtherRows
 from nhgd._recording.sampling import Sampling, counts_of
 from nhgd._recording.streaming import Arrivals, LayerParts, Products, Taker
 from nhgd._recording.taps import TappedPass, Taps, scale_of
@@ -91,20 +91,21 @@ class Recorder(Tap):
             per_sample and not self.couples,
         )
         self.verification = Verification(self.taps)
-        self._others = OneSampleGradients(problem)
+        self.others = OtherRows(problem, self.taps, self.couples)
         self.sampling: Sampling | None = None  # how much the next record of layers takes; None: everything
         self.streams = False  # whether records take what they want of layers where the scores arrive
         self.fold: Fold | None = None  # what the next record keeps of each layer that is taken in full; None: all of it
 
     def memory(self) -> dict[str, Any]:
         """What later records depend on, as plain values."""
-        found = {"slow": self._others.slow, "noisy": self._others.noisy, "batch_objective": self.batch_objective}
+        alone = self.others.alone
+        found = {"slow": alone.slow, "noisy": alone.noisy, "batch_objective": self.batch_objective}
         return self.verification.memory() | found | self.roots.memory()
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Go on as the recorder that had this memory."""
         self.verification.recall(memory)
-        self._others.slow, self._others.noisy = bool(memory["slow"]), bool(memory["noisy"])
+        self.others.alone.slow, self.others.alone.noisy = bool(memory["slow"]), bool(memory["noisy"])
         self.batch_objective = bool(memory["batch_objective"])
         self.roots.recall(memory)
 
@@ -254,7 +255,7 @@ class Recorder(Tap):
         """
         if self.roots.likelihood is not None or not (self.taps.layers and (self.couples or found.batch_objective)):
             return self.roots.likelihood is not None
-        others, unaccounted = self._others, found.outside_layers | self.verification.unaccounted
+        others, unaccounted = self.others.alone, found.outside_layers | self.verification.unaccounted
         plain = {name for call in found.calls if call.is_plain for name in (call.weight, call.bias)} - unaccounted
         plain |= found.normalised | found.native
         covered = plain.issuperset(self.problem.theta.names) and not self.verification.is_due(found)
@@ -320,20 +321,7 @@ class Recorder(Tap):
         known_layers: Sequence[LayerRecord | FoldedLayer] = [*layers, *folded]
         covered = {name for layer in known_layers for name in (layer.weight, layer.bias)}
         others = tuple(name for name in theta.names if name not in covered)
-        rows = None
-        if others:
-            known = self._native_rows(found, others, columns, scale)
-            rest = tuple(name for name in others if name not in known)
-            if rest:
-                coupled = found.batch_objective
-                general = (
-                    self._coupled_rows(found, rest, seeds, columns, scale)
-                    if coupled
-                    else self._other_rows(batch, found, rest, seeds)
-                )
-                sizes = [self.taps.shapes[name].numel() for name in rest]
-                known |= dict(zip(rest, general.split(sizes, dim=1), strict=True))
-            rows = torch.cat([known[name] for name in others], dim=1)
+        rows = self.others.rows(batch, found, others, seeds, columns, scale) if others else None
         weights = None if losses.weights is None else losses.weights.detach()
         if self.kind == "layer":
             self.verification.check_recorded(known_layers)
@@ -422,55 +410,6 @@ class Recorder(Tap):
             return seeds, [
                 torch.autograd.grad(outputs, found.edges, seed, allow_unused=True, retain_graph=True) for seed in along
             ]
-
-    def _native_rows(
-        self, found: TappedPass, names: Sequence[str], columns: Sequence[Scores], scale: Tensor
-    ) -> dict[str, Tensor]:
-        """Rows of parameters outside of layers that the scores of this pass give."""
-        wanted, samples = found.native & set(names), len(scale)
-        parts: dict[str, list[Tensor]] = {name: [] for name in wanted}
-        for i, call in enumerate(found.leaf_calls, start=found.of_leaves.start):
-            if wanted.isdisjoint(call.names.values()):
-                continue
-            scores = [column[i] for column in columns]
-            rows = rows_of(call, scores, scale) if all(call.fits(score, samples) for score in scores) else None
-            if rows is None:
-                wanted -= set(call.names.values())
-                continue
-            for name in wanted & rows.keys():
-                parts[name].append(rows[name])
-        for name, of_layer in self.taps.rows_of_layers(found, columns, scale, wanted):
-            parts[name].append(of_layer)
-        wide = torch.promote_types(self.problem.theta.dtype, torch.float32)
-        return {name: summed(parts[name]).to(wide) for name in wanted if parts[name]}
-
-    def _coupled_rows(
-        self, found: TappedPass, names: tuple[str, ...], seeds: Tensor | None, columns: Sequence[Scores], scale: Tensor
-    ) -> Tensor:
-        """Rows of parameters that no layer accounts for, where BatchNorm couples the samples.
-
-        Those of BatchNorm itself come from its scores; others are gradients of the loss of each sample in its batch.
-        """
-        positions = enumerate(found.norms, start=found.of_norms.start)
-        known = [(norm, [column[i] for column in columns]) for i, norm in positions if norm.names & found.normalised]
-        rows = summed_rows(known, scale)
-        rest = tuple(name for name in names if name not in found.normalised)
-        if rest:
-            found.passes += len(columns) * len(scale)
-            split = self._others.from_graph(found.losses, rest, seeds)
-            rows |= dict(zip(rest, split.split([self.taps.shapes[name].numel() for name in rest], dim=1), strict=True))
-        return torch.cat([rows[name] for name in names], dim=1)
-
-    def _other_rows(self, batch: Batch, found: TappedPass, names: tuple[str, ...], seeds: Tensor | None) -> Tensor:
-        """Rows of parameters that no layer accounts for."""
-        losses, columns = found.losses, 1 if seeds is None else len(seeds)
-        if batch is not None and not (self.couples and found.drawn):
-            self._others.look(batch)
-            if not (self.couples and self._others.noisy):
-                found.passes += columns
-                return self._others.rows(batch, losses, names, seeds)
-        found.passes += columns * losses.values.shape[0]
-        return self._others.from_graph(losses, names, seeds)
 
     def _joined(self, layers: Sequence[LayerRecord], others: tuple[str, ...], rows: Tensor | None) -> Tensor:
         """The rows of all parameters, (K B, D)."""
