@@ -21,7 +21,7 @@ from typer.main import get_command, get_group
 
 import nhgd
 from nhgd.cli import _signals as signals
-from nhgd.cli._started import leave_error, started_by_someone
+from nhgd.cli._started import leave_error, started_by_someone, will_be_restarted
 from nhgd.cli._streams import mute, printable, waiting
 from nhgd.errors import InputError, NhgdError, PeerError, RunError, listed, unknown
 
@@ -204,7 +204,8 @@ def _fail(sentence: str, code: int, given: list[str], error: NhgdError | None = 
         if leave_error(sentence, code, type(error).__name__, lost, named):
             return code  # the launcher prints one sentence for all processes
     print("\n  ".join([f"Error: {sentence}", *further]), file=sys.stderr)
-    if "--json" in given and os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+    # Of several processes one speaks, and only the last attempt: standard output is one JSON object.
+    if "--json" in given and os.environ.get("RANK", "0") == "0" and not will_be_restarted():
         with suppress(OSError):
             print(json.dumps({"error": sentence} | ({"problems": problems} if problems else {})))
             sys.stdout.flush()

@@ -16,6 +16,14 @@ def started_by_someone() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def will_be_restarted() -> bool:
+    """Whether torchrun has a restart left, so that what this process answers if it fails is not the last word."""
+    if LAUNCHER in os.environ:  # `launch` itself keeps the answer until it is known to be the last
+        return False
+    counts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
+    return all(count.isdigit() for count in counts) and int(counts[0]) < int(counts[1])
+
+
 def leave_error(sentence: str, code: int, kind: str, lost: int | None = None, checkpoint: bool = False) -> bool:
     """Leave an error to the agent that started this process; whether that will print it.
 

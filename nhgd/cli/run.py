@@ -43,7 +43,7 @@ from nhgd.cli._options import (
 from nhgd.cli._output import console, number, print_json, table
 from nhgd.cli._parameters import Parameters
 from nhgd.cli._run_folder import FILES, RunFolder, numbers
-from nhgd.cli._started import LAUNCHER, started_by_someone
+from nhgd.cli._started import LAUNCHER, started_by_someone, will_be_restarted
 from nhgd.errors import InputError
 from nhgd.execution import AbstractExecutor, Distributed
 from nhgd.execution import resolve as resolve_execution
@@ -199,7 +199,9 @@ def run(
             else:
                 written = record.finish(answer, solution, built.instance)
             display.close()
-            if as_json:
+            if as_json and answer["partial"] and will_be_restarted():
+                pass  # the attempt that follows answers
+            elif as_json:
                 print_json(answer)
             else:
                 _tell(answer, written)

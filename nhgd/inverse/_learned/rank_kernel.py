@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ TILE = 64
 if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-    def _tile(matrix: Any, roots: Any, scale: Any, size: Any, count: Any, BLOCK: tl.constexpr) -> None:
+    def _tile(matrix, roots, scale, size, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # Triton reads annotations
         # Entries (i, j) and (j, i) take the same products in the same order, so a symmetric array stays so in every bit.
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
