@@ -34,8 +34,7 @@ STATED = {
     "benchmarks/parallel.md": {
         "NVLink 450 GB/s each way and 5 microseconds, InfiniBand 50 GB/s": "assumptions, called so",
         "Weak efficiency exceeds 100 %": "a limit",
-        "each side waited 30 seconds from its own arrival": "the time limit of the run described, faults-cpu.json",
-        "and 10 seconds, and the script": "a time limit",
+        "for `timeout` and 10 seconds more": "a time limit",
         "ten times as large as its factors": "the table of counts",
     },
     "docs/architecture.md": {"Every 30 seconds": "a default", "more than 2 % of the time": "a default"},
