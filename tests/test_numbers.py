@@ -34,7 +34,7 @@ STATED = {
     "benchmarks/parallel.md": {
         "NVLink 450 GB/s each way and 5 microseconds, InfiniBand 50 GB/s": "assumptions, called so",
         "Weak efficiency exceeds 100 %": "a limit",
-        "for `timeout` and 10 seconds more": "a time limit",
+        "and 10 seconds more. A cut is counted": "a time limit",
         "ten times as large as its factors": "the table of counts",
     },
     "docs/architecture.md": {"Every 30 seconds": "a default", "more than 2 % of the time": "a default"},
