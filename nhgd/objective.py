@@ -350,9 +350,9 @@ class OuterObjective:
         with library_settings(), self.problem.guarded(self.seed, twice=False):
             yield
 
-    def term(self) -> Tensor:
-        """The loss, or the term of it that is found here, with its graph."""
-        return self.problem.outer_value(self.batch)
+    def term(self, theta: Sequence[Tensor] | None = None) -> Tensor:
+        """The loss, or the term of it that is found here, with its graph, at the current theta or at another."""
+        return self.problem.outer_value(self.batch, theta)
 
     def summed(self, terms: Sequence[Tensor], in_v: Sequence[Tensor] = ()) -> list[Tensor]:
         """Answers on the batch, from the terms found here. Few entries of those in v may differ from zero."""

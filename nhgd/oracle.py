@@ -145,10 +145,10 @@ class Oracle:
         return OuterGradient(value, in_theta, in_v)
 
     @torch.no_grad()
-    def outer_loss(self) -> Tensor:
-        """The outer loss alone, for the record: no derivative and no count."""
+    def outer_loss(self, theta: Sequence[Tensor] | None = None) -> Tensor:
+        """The outer loss alone, here or at another theta, one tensor a leaf, for the record: no derivative and no count."""
         with self._outer.drawing():
-            value = self._outer.term()
+            value = self._outer.term(theta)
         return self._outer.summed([value])[0]
 
     def outer_value(self) -> float:

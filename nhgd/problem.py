@@ -161,7 +161,8 @@ class Bilevel:
         if not callable(self.l2) and self.l2 == 0:
             return leaves[0].new_zeros(())
         terms = [(c * t.square()).sum() for c, t in zip(self.ridge_coefficients(v), leaves, strict=True)]
-        return torch.stack([t.to(self.theta.dtype) for t in terms]).sum()
+        found = [t.to(self.theta.dtype) for t in terms]
+        return found[0] if len(found) == 1 else torch.stack(found).sum()
 
     def ridge_number(self) -> float | None:
         """2 * l2, in theta's precision, if it is the same for every coordinate and does not depend on v."""

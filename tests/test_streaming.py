@@ -12,10 +12,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import nhgd
 from nhgd._memory import peak_of
+from nhgd._recording import streaming
+from nhgd._recording.accounting import LayerCall
 from nhgd._recording.lagged_cross import LaggedCross
 from nhgd._recording.recorder import Recorder
 from nhgd._recording.sampling import Sampling
-from nhgd._recording.streaming import Arrivals
+from nhgd._recording.streaming import Arrivals, product
 from nhgd._recording.weighing import Weighing
 from nhgd.inverse import EKFAC, KFAC, FisherDiagonal, capabilities
 from nhgd.objective import Objective
@@ -95,6 +97,22 @@ def deep() -> tuple[nhgd.Bilevel, Any]:
 def peak(work: Any) -> int:
     work()  # layers are verified the first time
     return peak_of(work)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "turned"), [(300, torch.backends.mkl.is_available()), (100, False)])
+def test_products_of_many_samples_are_taken_with_samples_last(rows, turned, bias, monkeypatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Linear(6, 4, bias=bias).double()
+    x, score = (torch.randn(rows, n, generator=generator).double() for n in (6, 4))
+    along = {"weight": torch.randn(4, 6, generator=generator).double(), "bias": torch.ones(4).double()}
+    wanted = (score * (x @ along["weight"].T + (1 if bias else 0))).sum(1)
+    plain: list[int] = []
+    linear = F.linear
+    monkeypatch.setattr(streaming.F, "linear", lambda *given: plain.append(1) or linear(*given))
+    call = LayerCall(layer, "weight", "bias" if bias else None, x, score.shape)
+    torch.testing.assert_close(product(call, score, along), wanted, rtol=1e-12, atol=1e-12)
+    assert bool(plain) != turned
 
 
 def test_nothing_is_held_for_the_whole_model() -> None:

@@ -239,6 +239,26 @@ def test_an_inner_step_gives_it_beside_the_same_gradient(make):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("weigh", [own, lambda v, x, i: 1 * v[i]], ids=["index", "computed"])
+def test_derivatives_of_indexed_weights_are_taken_together(weigh):
+    """A sample may be in several batches, and only an index is held until the end."""
+    problem, (x, y, i), _ = classifier(mlp(), normal(10).abs() + 0.1, weigh)
+    batches = [(x[some], y[some], i[some]) for some in (torch.arange(6), torch.arange(3, 10), torch.arange(2, 5))]
+    along = vector(problem)
+    wanted = sum(dense(problem, batch, along) for batch in batches) / 3
+    lagged = LaggedCross(Weighing(problem), along)
+    for batch in batches:
+        objective, tap = Objective(problem, batch, 0), lagged.tap(recording=False)
+        objective.step(tap)
+        assert (tap.pending is not None) == (weigh is own)
+        lagged.take(objective, tap)
+    found = oracles.join(lagged.mean(lambda terms: terms))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    part = lagged.tap(recording=False, whole=False)
+    Objective(problem, batches[0], 0).step(part)
+    assert part.pending is None  # its share of the step is not 1
+
+
 def test_records_are_those_of_a_step_without_it():
     """Also of samples whose weight is 0 or next to nothing, which must not come to count by what stands in for it."""
     problem, batch, _ = zero_weights()

@@ -24,9 +24,14 @@ class Segment(Protocol):
 
 
 class AbstractCapture(ABC):
-    """Captures the work of a step, in one segment or in several."""
+    """Captures the work of a step, in one segment or in several.
+
+    Attributes:
+        overlaps: whether work that is independent of what follows runs beside it.
+    """
 
     name: str
+    overlaps: bool = True
 
     @abstractmethod
     def open(self) -> None:

@@ -14,9 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NARROW = 64  # columns, at most
-TALL = 256  # rows, at least
+from nhgd._kernels import TALL, is_narrow
+
 CLASSES = 32  # of a softmax, at most
+
+# torch's own functions take less time to call than operations by their full names, and call the same.
+BOUND = (
+    "abs add addcdiv addcmul amax amin bmm cat clamp clamp_max clamp_min div dot eq exp ge gt index_select le lerp log lt"
+    " maximum minimum mm mul mv ne neg pow reciprocal sqrt stack sub where"
+)
+BOUND_IN_PLACE = "add_ addcdiv_ addcmul_ clamp_ clamp_max_ clamp_min_ copy_ div_ index_put_ lerp_ mul_ sqrt_ sub_ zero_"
 
 aten = torch.ops.aten
 Call = tuple[Callable[..., Any], Any, Any]
@@ -24,19 +31,21 @@ Call = tuple[Callable[..., Any], Any, Any]
 
 def is_narrow_product(function: Any, shapes: Sequence[Any]) -> bool:
     """Whether it is a tall matrix times a narrow one that lies transposed in memory; `shapes` are its two factors."""
-    if function is not aten.mm.default or not torch.backends.mkl.is_available():
+    if function is not aten.mm.default:
         return False
     a, b = shapes
-    floats = a.dtype == b.dtype and a.dtype in (torch.float32, torch.float64)
-    rows, columns = a.size[0], b.size[1]
-    return bool(
-        floats
-        and rows >= TALL
-        and columns <= NARROW
-        and 4 * columns <= rows
-        and tuple(a.stride) == (a.size[1], 1)
-        and tuple(b.stride) == (1, b.size[0])
-    )
+    dense = tuple(a.stride) == (a.size[1], 1) and tuple(b.stride) == (1, b.size[0])
+    return dense and a.dtype == b.dtype and is_narrow(a.size[0], b.size[1], a.dtype)
+
+
+def bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: dict[str, Tensor]) -> Call:
+    """The call, by torch's own function where that takes the same arguments."""
+    name = function._overloadpacket.__name__
+    if list(outs) == ["out"] and name in BOUND.split():
+        return getattr(torch, name), args, kwargs | outs
+    if not outs and name in BOUND_IN_PLACE.split():
+        return getattr(Tensor, name), args, kwargs
+    return function, args, kwargs | outs
 
 
 def faster(function: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Call | None:
@@ -46,6 +55,18 @@ def faster(function: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Cal
         rows, classes = x.shape if x.ndim == 2 else (0, 0)
         if not half and dim % 2 == 1 and rows >= TALL and 1 < classes <= CLASSES and x.is_contiguous():
             return _log_softmax, (x, results[0], x.new_empty(classes, rows), x.new_empty(classes, rows)), {}
+    if function is aten._log_softmax_backward_data.default:
+        gradient, output, dim, dtype = args
+        rows, classes = output.shape if output.ndim == 2 else (0, 0)
+        alike = dtype == gradient.dtype == output.dtype and dtype in (torch.float32, torch.float64)
+        dense = gradient.is_contiguous() and output.is_contiguous()
+        if alike and dense and dim % 2 == 1 and rows >= TALL and 1 < classes <= CLASSES:
+            own = output.new_ones(classes), output.new_empty(rows, 1), torch.empty_like(output)
+            return _log_softmax_gradient, (gradient, output, results[0], *own), {}
+    if function is aten.index.Tensor:
+        x, indices = args
+        if x.ndim == 1 and x.is_contiguous() and len(indices) == 1 and indices[0].dtype == torch.int64:
+            return torch.take, (x, indices[0]), {"out": results[0]}
     return None
 
 
@@ -77,3 +98,11 @@ def _log_softmax(x: Tensor, result: Tensor, turned: Tensor, found: Tensor) -> No
     turned.copy_(x.T)
     torch.log_softmax(turned, 0, out=found)
     result.copy_(found.T)
+
+
+def _log_softmax_gradient(
+    gradient: Tensor, output: Tensor, result: Tensor, ones: Tensor, sums: Tensor, probabilities: Tensor
+) -> None:
+    torch.exp(output, out=probabilities)
+    torch.mv(gradient, ones, out=sums[:, 0])
+    torch.addcmul(gradient, probabilities, sums, value=-1, out=result)

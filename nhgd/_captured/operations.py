@@ -94,7 +94,8 @@ class _Notes(TorchDispatchMode):
         results = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         new = [t for t in results if t.untyped_storage()._cdata not in self._known]
         written = _written(func, args, kwargs)
-        if new or written or not results:
+        named = any(isinstance(t, Tensor) for t in tree_leaves((args, kwargs)))  # else it asks of dtypes, and the like
+        if new or written or (named and not results):
             places = [self._noted(t, made=True) for t in results]
             writes = {p.memory for p in (*places, *map(self._noted, written))} if written or new else set()
             given = tree_leaves((noted_args, noted_kwargs), is_leaf=_is_place)
@@ -140,6 +141,7 @@ class OperationCapture(AbstractCapture):
     """Segments of operations. While they are captured, they run."""
 
     name = "operations"
+    overlaps = False
 
     def __init__(self) -> None:
         self._modes: list[Any] = []
@@ -282,7 +284,7 @@ def _call(
     """A call that leaves its results in the given memory."""
     function = operation.function
     if not results:
-        return function, args, kwargs
+        return kernels.bound(function, args, kwargs, {})
     if function is PRODUCTS:
         return kernels.narrow_products(args[0], args[1:], results)
     other = None if operation.changes else kernels.faster(function, args, results)
@@ -300,7 +302,8 @@ def _call(
     if form is not None:
         outs = dict(zip(_outs(form), results, strict=True))
         known = {argument.name for argument in form._schema.arguments}
-        return form, args, {name: value for name, value in kwargs.items() if name in known} | outs
+        given = {name: value for name, value in kwargs.items() if name in known}
+        return kernels.bound(form, args, given, outs)
     return _copied, (function, args, kwargs, list(results)), {}
 
 

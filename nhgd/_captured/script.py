@@ -97,7 +97,8 @@ class Script(Tape):
         starts = [0]
         for indices in self._rehearsal.indices:
             starts.append(starts[-1] + indices.numel())
-        for number, stream in self._rehearsal.early:
+        # Where nothing overlaps, a batch is gathered just before it is used, and found in the cache.
+        for number, stream in self._rehearsal.early if self._capture.overlaps else ():
             index = self.arena.indices[starts[number] : starts[number + 1]]
             with self._capture.early() as work:
                 self._early[number] = (stream.gathered(index), work)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +33,9 @@ class LaggedCross:
         self._total = [torch.zeros_like(leaf) for leaf in problem.v.leaves]
         self._theta = [torch.zeros_like(leaf) for leaf in problem.theta.leaves] if callable(problem.l2) else None
 
-    def tap(self, recording: bool) -> CrossTap:
-        """For the next inner step."""
-        return CrossTap(self.weighing, self.along, recording)
+    def tap(self, recording: bool, whole: bool = True) -> CrossTap:
+        """For the next inner step, or for a part of one."""
+        return CrossTap(self.weighing, self.along, recording, whole and self.workers == 1)
 
     def take(
         self, objective: Objective, tap: CrossTap, calls: OracleCalls | None = None, part: float | None = None
@@ -74,8 +73,7 @@ class LaggedCross:
         pending, self._pending = self._pending, []
         for _, _, work in pending:
             work.join()
-        leaves = self.weighing.problem.v.leaves
-        indices = [_index_of(weights, leaves[0]) for weights, _, _ in pending] if len(leaves) == 1 else [None]
+        indices = [self.weighing.index_of(weights) for weights, _, _ in pending]
         known = [index for index in indices if index is not None]
         if pending and len(known) == len(pending):
             along = [p.to(w.dtype) / w.shape[0] for w, p, _ in pending]
@@ -94,15 +92,3 @@ class LaggedCross:
             return found
         ridge = self.weighing.ridge([total / self.steps for total in self._theta], self.along)
         return [f if r is None else f + r for f, r in zip(found, ridge, strict=True)]
-
-
-def _index_of(weights: Tensor, leaf: Tensor) -> Tensor | None:
-    """The index by which weights were taken from a vector; None if they were computed otherwise."""
-    node: Any = weights.grad_fn
-    if type(node).__name__ != "IndexBackward0" or leaf.ndim != 1:
-        return None
-    end: Any = node.next_functions[0][0]
-    indices = node._saved_indices
-    plain = end is not None and getattr(end, "variable", None) is leaf and len(indices) == 1
-    found: Tensor | None = indices[0] if plain else None
-    return found if found is not None and found.ndim == 1 and found.dtype == torch.int64 else None

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nhgd import _tape as tape
+from nhgd._kernels import narrow_is_slow
 from nhgd._recording.accounting import Call, LayerCall
 from nhgd._recording.leaf_call import LeafCall
 from nhgd._recording.sampling import Drawn
@@ -57,9 +59,12 @@ class Products:
     @property
     def total(self) -> Tensor:
         """Over all calls, in their own order: whether scores were held, and so when they arrived, changes no bit."""
+        parts = [self._parts[position] for position in sorted(self._parts)]
+        if len(parts) == 1:
+            return parts[0]
         total = torch.zeros_like(self.like)
-        for position in sorted(self._parts):
-            total += self._parts[position]
+        for part in parts:
+            total += part
         return total
 
 
@@ -126,6 +131,11 @@ def product(call: LayerCall, score: Tensor, along: Mapping[str, Tensor]) -> Tens
         x, g = a[some : some + each].to(dtype), given[some : some + each]
         if isinstance(call.module, nn.Conv2d):
             moved = nn.Conv2d._conv_forward(call.module, x, weight, bias)
+        elif x.ndim == 2 and tape.tape() is None and wide is dtype and narrow_is_slow(x, weight):
+            # Samples last; a captured step makes one product of this and the layer's own.
+            turned = torch.mm(weight, x.T) if bias is None else torch.addmm(bias[:, None], weight, x.T)
+            found.append((turned * g.T).sum(0))
+            continue
         else:
             moved = F.linear(x, weight, bias)
         found.append((moved.to(wide) * g).flatten(1).sum(1))

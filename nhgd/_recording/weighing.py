@@ -16,7 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -181,8 +181,11 @@ class Weighing:
         sizes = weights.abs()
         least = (FAINT * sizes.amax()).clamp_min(FAINTEST)
         faint = sizes < least
-        seeds = torch.where(faint, least, weights) * (torch.ones_like(least) / weights.shape[0])
-        return replace(losses, weights=torch.where(faint, 0.0, weights)), seeds
+        share: float | Tensor = 1 / max(1, weights.shape[0])
+        if weights.dtype not in (torch.float32, torch.float64):  # which a number of the host would not be rounded to
+            share = torch.ones_like(least) / weights.shape[0]
+        seeds = torch.where(faint, least, weights) * share
+        return replace(losses, weights=weights.masked_fill(faint, 0.0)), seeds
 
     def pulled(self, weights: Tensor, products: Tensor) -> Terms:
         """(1/B) sum_i (dw_i/dv) <s_i, x>, one tensor for each leaf of v."""
@@ -191,6 +194,17 @@ class Weighing:
             return [None] * len(leaves)
         along = products.to(weights.dtype) / weights.shape[0]
         return list(torch.autograd.grad(weights, leaves, along, allow_unused=True, retain_graph=True))
+
+    def index_of(self, weights: Tensor) -> Tensor | None:
+        """The index by which weights were taken from a v that is one vector; None if they were computed otherwise."""
+        leaves, node = self.problem.v.leaves, cast(Any, weights.grad_fn)
+        if len(leaves) > 1 or type(node).__name__ != "IndexBackward0" or leaves[0].ndim != 1:
+            return None
+        end: Any = node.next_functions[0][0]
+        indices = node._saved_indices
+        plain = end is not None and getattr(end, "variable", None) is leaves[0] and len(indices) == 1
+        found: Tensor | None = indices[0] if plain else None
+        return found if found is not None and found.ndim == 1 and found.dtype == torch.int64 else None
 
     def ridge(self, theta: Sequence[Tensor], along: Sequence[Tensor]) -> Terms:
         """sum( (dl2/dv) 2 theta x ), one tensor for each leaf of v."""
@@ -221,14 +235,18 @@ class CrossTap(Tap):
         source: where the numbers <s_i, x> came from.
     """
 
-    def __init__(self, weighing: Weighing, along: Sequence[Tensor] | None, recording: bool) -> None:
+    def __init__(
+        self, weighing: Weighing, along: Sequence[Tensor] | None, recording: bool, joined: bool = False
+    ) -> None:
         self.weighing = weighing
         self.along = along
         self.recording = recording
+        self.joined = (
+            joined  # whether derivatives of weights that v is indexed by are taken together with those of other steps
+        )
         self.terms: Terms | None = None
         self.source: Source = "graph"
-        # Weights and products, where the step is captured
-        self.pending: tuple[Tensor, Tensor, tape.Overlap] | None = None
+        self.pending: tuple[Tensor, Tensor, tape.Overlap] | None = None  # weights and products, if they are taken later
         self._before: list[Tensor] = []  # states of the generators
         self._seen: TappedPass | None = None
         self._weights: Tensor | None = None
@@ -264,7 +282,7 @@ class CrossTap(Tap):
             read = [call.input for call in found.calls]
             with tape.overlapped(*read, *found.scores, found.seeds, found.losses.values) as work:
                 products = weighing.from_scores(found, along)
-            if products is not None and deferred:
+            if products is not None and (deferred or (self.joined and weighing.index_of(self._weights) is not None)):
                 self.pending = (self._weights, products, work)
                 self.source = "scores"
                 return

@@ -138,8 +138,8 @@ class DividedOuterObjective(OuterObjective):
             yield
 
     @override
-    def term(self) -> Tensor:
-        return self.shard.share * super().term()
+    def term(self, theta: Sequence[Tensor] | None = None) -> Tensor:
+        return self.shard.share * super().term(theta)
 
     @override
     def summed(self, terms: Sequence[Tensor], in_v: Sequence[Tensor] = ()) -> list[Tensor]:

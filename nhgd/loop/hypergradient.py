@@ -101,9 +101,12 @@ def _outer(loop: Loop, at: Oracle, horizon: Horizon | None, halves: Sequence[Ten
     if horizon is None or not halves:
         return at.outer()
     start, middle = halves
-    here = loop.problem.theta.flat()
-    value = at.outer_loss()
+    theta = loop.problem.theta
+    here = theta.flat()
+    # One after the other, with both points known before: a captured step makes one product of the two with the same data.
+    leaves = [part.clone() for part in theta.unflatten(here)]
     with loop.temporarily_at(here + horizon.ahead(middle - start, here - middle)):
+        value = at.outer_loss(leaves)
         return replace(at.outer(), value=value)
 
 

@@ -269,7 +269,7 @@ class Loop:
         """The gradient on a batch, or on a micro-batch with this share of one, with its record and cross derivative."""
         if cross is None:
             return objective.step(NO_TAP if recorder is None else recorder, self.calls)
-        tap = cross.tap(recording=recorder is not None)
+        tap = cross.tap(recording=recorder is not None, whole=share is None)
         found = objective.step(tap, self.calls)
         cross.take(objective, tap, self.calls, share)
         return found
