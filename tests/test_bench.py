@@ -120,6 +120,9 @@ def test_refused_before_anything_runs(options, words, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings(  # torch leaves the files open into which the processes write
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:unclosed file:ResourceWarning"
+)
 def test_distributed_is_launched_and_finds_what_inline_finds():
     printed = answer(*QUICK, "--execution", "distributed", "--rounds", 1)
     inline, distributed = printed["rows"]

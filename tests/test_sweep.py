@@ -69,6 +69,14 @@ def test_a_trial_is_the_mean_of_runs_and_the_best_is_the_lowest():
     ]
 
 
+def test_a_sweep_in_python_writes_what_the_command_writes(tmp_path):
+    nhgd.sweep("quadratic", trials=2, **TINY, out=tmp_path / "a")
+    invoke(*WORDS, "--trials", "2", "--out", str(tmp_path / "b"))
+    here, there = ({file.name for file in (tmp_path / name).iterdir()} for name in "ab")
+    assert here == there
+    assert {"best.json", "report.html"} <= here
+
+
 def test_a_sweep_goes_on_up_to_its_number_of_trials_and_not_beyond():
     whole = nhgd.sweep("quadratic", trials=6, **TINY)
     for count in (2, 6, 5):

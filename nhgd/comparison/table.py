@@ -224,7 +224,11 @@ class Table:
 
     def _bars(self) -> dict[str, Any]:
         name = self.about["headline"]
-        rows = [row for row in self.summary if row["metric"] == name]
+        rows = [
+            row | {"words": formats.mean_and_deviation(row).replace("+-", "±")}
+            for row in self.summary
+            if row["metric"] == name
+        ]
         return {"about": self.about, "metric": name, "rows": rows, "share": rises(name)}
 
 
