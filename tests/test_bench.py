@@ -119,6 +119,16 @@ def test_refused_before_anything_runs(options, words, monkeypatch):
     assert words in refusal(*QUICK, *options, "--out", "never")
 
 
+def test_neither_kind_of_comparison_replaces_the_other():
+    Path("methods").mkdir()
+    Path("methods/comparison.json").write_text("{}")
+    assert "a comparison of methods, which would be replaced" in refusal(*QUICK, "--out", "methods")
+    Path("executions").mkdir()
+    Path("executions/bench.json").write_text("{}")
+    words = ("bench", "quadratic", "--methods", "soba", "--budget", "20g", "--out", "executions")
+    assert "bench.json would be replaced" in refusal(*words)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings(  # torch leaves the files open into which the processes write
     "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:unclosed file:ResourceWarning"

@@ -201,8 +201,9 @@ class Comparison:
         first = self.trials()[0]
         made = first.experiment().task.build(first.seed, torch.device(first.device), first.data)
         if metric is not None:
-            theta, v = made.problem.theta.given, made.problem.v.given
-            check_metric(metric, [*made.metrics(theta, v), *made.losses()], self.task.name)
+            with torch.no_grad():
+                known = made.metrics(made.problem.theta.given, made.problem.v.given)
+            check_metric(metric, [*known, *made.losses()], self.task.name)
 
     def _runs(
         self,
