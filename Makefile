@@ -8,8 +8,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+BENCHOPT := .venv-benchopt
 
-.PHONY: install demo test test-slow test-gpu check format clean
+.PHONY: install demo test test-slow test-gpu test-benchopt check format clean
 
 install: $(STAMP)
 
@@ -35,6 +36,17 @@ test-slow: $(STAMP)
 test-gpu: $(STAMP)
 	@$(BIN)/python -m pytest -m gpu
 
+# JAX and benchopt are of no use to anything else here, and have an environment of their own.
+$(BENCHOPT)/.installed: constraints.txt
+	@$(PYTHON) -m venv $(BENCHOPT)
+	@$(BENCHOPT)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy setuptools
+	@$(BENCHOPT)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt benchopt jax jaxlib pandas pyarrow pytest hypothesis
+	@$(BENCHOPT)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation --no-deps -e .
+	@touch $@
+
+test-benchopt: $(BENCHOPT)/.installed
+	@$(BENCHOPT)/bin/python -m pytest tests/test_benchmark_bilevel.py
+
 check: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -52,4 +64,4 @@ format: $(STAMP)
 	@$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache runs
+	rm -rf $(VENV) $(BENCHOPT) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache runs

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nhgd import theory as theory
     from nhgd._along import AlongReport as AlongReport
     from nhgd._along import check_along as check_along
+    from nhgd._bench import bench as bench
     from nhgd._check import Report as Report
     from nhgd._check import check as check
     from nhgd._influence import Influence as Influence
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
     from nhgd._solution import Solution as Solution
     from nhgd._solved import solved as solved
     from nhgd._solver import Solver as Solver
+    from nhgd._sweep import sweep as sweep
     from nhgd.comparison import Table as Table
-    from nhgd.comparison import bench as bench
     from nhgd.data import Data as Data
     from nhgd.errors import InputError as InputError
     from nhgd.errors import InverseWarning as InverseWarning
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from nhgd.problem import Bilevel as Bilevel
     from nhgd.sklearn.cleaner import LabelCleaner as LabelCleaner
     from nhgd.sklearn.distiller import DatasetDistiller as DatasetDistiller
-    from nhgd.tuning import sweep as sweep
 
 __version__ = "0.1.0"
 
@@ -93,8 +93,9 @@ __all__ = [
 # Where the names are that are not modules themselves.
 _HOMES = {
     "_along": ("AlongReport", "check_along"),
+    "_bench": ("bench",),
     "_check": ("Report", "check"),
-    "comparison": ("Table", "bench"),
+    "comparison": ("Table",),
     "data": ("Data",),
     "errors": ("InputError", "InverseWarning", "NhgdError", "NonFiniteError", "RunError"),
     "hypergradients": ("Hypergradient", "hypergradient"),
@@ -106,7 +107,7 @@ _HOMES = {
     "problem": ("Bilevel",),
     "_solution": ("Solution",),
     "_solver": ("Solver",),
-    "tuning": ("sweep",),
+    "_sweep": ("sweep",),
     "sklearn.cleaner": ("LabelCleaner",),
     "sklearn.distiller": ("DatasetDistiller",),
 }

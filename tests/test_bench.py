@@ -119,7 +119,20 @@ def test_refused_before_anything_runs(options, words, monkeypatch):
     assert words in refusal(*QUICK, *options, "--out", "never")
 
 
+def test_neither_kind_of_comparison_replaces_the_other():
+    Path("methods").mkdir()
+    Path("methods/comparison.json").write_text("{}")
+    assert "a comparison of methods, which would be replaced" in refusal(*QUICK, "--out", "methods")
+    Path("executions").mkdir()
+    Path("executions/bench.json").write_text("{}")
+    words = ("bench", "quadratic", "--methods", "soba", "--budget", "20g", "--out", "executions")
+    assert "bench.json would be replaced" in refusal(*words)
+
+
 @pytest.mark.slow
+@pytest.mark.filterwarnings(  # torch leaves the files open into which the processes write
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:unclosed file:ResourceWarning"
+)
 def test_distributed_is_launched_and_finds_what_inline_finds():
     printed = answer(*QUICK, "--execution", "distributed", "--rounds", 1)
     inline, distributed = printed["rows"]

@@ -88,6 +88,7 @@ def test_a_method_that_never_ends_well_is_an_error_after_the_others():
         (("--target", "accuracy=0.9"), "no metric of quadratic. It has"),
         (("--set", "outer_lr"), "--set takes key=value"),
         (("--set", "outer_lr=0.1,"), "not a list of values"),
+        (("--set", "outer_lr=0.1", "--set", "outer_lr=0.3"), "Give all of its values at once: --set outer_lr=0.1,0.3"),
         (("--set", "bsa:outer_lr=1"), "not compared here"),
         (("--jobs", 0), "jobs is a number of processes"),
         (("--widen", 9), "widen is at most 8"),
@@ -125,3 +126,10 @@ def test_a_comparison_that_is_killed_goes_on_where_it_was():
     assert [row["error"] for row in found["rows"]] == [None] * 4
     assert {name: Path("a/runs", name).read_bytes() for name in kept} == kept
     assert not list(Path("a").rglob(".draft-*"))
+
+
+def test_a_target_is_checked_without_a_warning():
+    """Metrics of a task may turn the parameters themselves into numbers."""
+    said = invoke("bench", "l2", "--preset", "quick", "--methods", "soba", "--device", "cpu", "--target", "foo=1")
+    assert said.exit_code == 2
+    assert said.stderr.startswith("Error: The target foo is no metric of l2.")

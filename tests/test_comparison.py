@@ -81,6 +81,8 @@ def test_a_method_that_fails_is_a_row_and_the_others_go_on():
 
 def test_a_folder_goes_on_and_refuses_other_settings(tmp_path, monkeypatch):
     first = nhgd.bench("quadratic", **TINY, out=tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert all(f">{row['method']}<" in page for row in first.costs)
     (file,) = (tmp_path / "runs").glob("soba-seed1-*.json")
     file.unlink()
     measured = []
@@ -98,6 +100,7 @@ def test_a_folder_goes_on_and_refuses_other_settings(tmp_path, monkeypatch):
     with pytest.raises(nhgd.InputError, match="its budget is 60g, not 70g"):
         nhgd.bench("quadratic", **(TINY | {"budget": "70g"}), out=tmp_path)
     more = nhgd.bench("quadratic", ["soba", "ttsa"], 2, "60g", out=tmp_path)
+    assert ">ttsa<" in (tmp_path / "report.html").read_text()
     assert [row["metrics"] for row in more.rows][:2] == [
         row["metrics"] for row in again.rows if row["method"] == "soba"
     ]

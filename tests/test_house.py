@@ -67,6 +67,7 @@ ORDER = """
     comparison
     reproduce tuning
     report sklearn
+    _bench _sweep
     cli
 """
 RANK = {name: rank for rank, row in enumerate(ORDER.split("\n")) for name in row.split()}

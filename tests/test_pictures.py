@@ -61,13 +61,17 @@ def test_the_bar_of_an_execution_is_as_high_as_its_number(drawn, tmp_path):
 
 
 def test_the_bar_of_a_method_is_as_long_as_its_mean(drawn, tmp_path):
-    rows = [{"method": "a", "mean": 0.9, "deviation": 0.05}, {"method": "b", "mean": 0.5, "deviation": None}]
+    rows = [
+        {"method": "a", "mean": 0.9, "deviation": 0.05, "words": "0.900 ± 0.050"},
+        {"method": "b", "mean": 0.5, "deviation": None, "words": "0.5"},
+    ]
     about = {"task": "t", "budget_words": "1 s", "seeds": [0]}
     comparison.draw_bars([tmp_path / "a.png"], {"rows": rows, "metric": "f1", "about": about, "share": True})
     axes = drawn[0].axes[0]
     assert [bar.get_width() for bar in axes.patches] == [0.9, 0.5]
     assert axes.get_xlim()[0] == 0
     assert max(axes.get_xticks()) == 1
+    assert [text.get_text() for text in axes.texts] == ["0.900 ± 0.050", "0.5"]
 
 
 def test_the_suspects_of_a_run_are_those_with_the_lowest_weights(drawn, tmp_path):

@@ -69,6 +69,14 @@ def test_a_trial_is_the_mean_of_runs_and_the_best_is_the_lowest():
     ]
 
 
+def test_a_sweep_in_python_writes_what_the_command_writes(tmp_path):
+    nhgd.sweep("quadratic", trials=2, **TINY, out=tmp_path / "a")
+    invoke(*WORDS, "--trials", "2", "--out", str(tmp_path / "b"))
+    here, there = ({file.name for file in (tmp_path / name).iterdir()} for name in "ab")
+    assert here == there
+    assert {"best.json", "report.html"} <= here
+
+
 def test_a_sweep_goes_on_up_to_its_number_of_trials_and_not_beyond():
     whole = nhgd.sweep("quadratic", trials=6, **TINY)
     for count in (2, 6, 5):
@@ -179,6 +187,7 @@ def test_a_preset_is_remembered():
         (("--space", "outer_lr=0..1:lug"), "is no range"),
         (("--space", "outer_lr=0.1..1:log:1"), "at least 2 points"),
         (("--space", "outer_lr=0.1,0.1"), "name a value twice"),
+        (("--space", "inner_lr=0.1,0.2", "--space", "inner_lr=0.3"), "--space inner_lr is given twice"),
         (("--space", "outer_lr"), "--space takes key=value"),
         (("--space", "outr_lr=0..1"), "Did you mean 'outer_lr'"),
         (("--space", "inner_steps=2.5..4"), "inner_steps must be a whole number"),
@@ -201,7 +210,8 @@ def test_refused_before_anything_runs(options, words, monkeypatch):
 
     monkeypatch.setattr(nhgd.Solver, "run", fail)
     monkeypatch.setattr(storage, "ATTEMPTS", 1)
-    assert words in refusal(*WORDS, "--trials", 2, *options)
+    base = WORDS[:-2] if "--space" in options else WORDS
+    assert words in refusal(*base, "--trials", 2, *options)
 
 
 def test_a_password_is_shown_nowhere():

@@ -36,8 +36,10 @@ _NOT_SETTINGS = {
 }
 
 
-def parse(pairs: Sequence[str] | None, option: str = "--set", example: str = "inner_steps=20") -> dict[str, str]:
-    """key=value texts as a dict; the last of a key holds.
+def parse(
+    pairs: Sequence[str] | None, option: str = "--set", example: str = "inner_steps=20", once: bool = False
+) -> dict[str, str]:
+    """key=value texts as a dict; the last of a key holds, or with `once` a second one is refused.
 
     >>> parse(["noise=0.3", "inverse.steps=10"])
     {'noise': '0.3', 'inverse.steps': '10'}
@@ -47,6 +49,11 @@ def parse(pairs: Sequence[str] | None, option: str = "--set", example: str = "in
         key, sign, value = pair.partition("=")
         if not sign or not key.strip():
             raise InputError(f"{option} takes key=value, for example {option} {example}; got {pair!r}.")
+        if once and key.strip() in found:
+            raise InputError(
+                f"{option} {key.strip()} is given twice. Give all of its values at once: {option}"
+                f" {key.strip()}={found[key.strip()]},{value}."
+            )
         found[key.strip()] = value
     return found
 

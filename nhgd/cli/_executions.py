@@ -28,6 +28,7 @@ from nhgd.cli._launch import launch, tie_to_launcher
 from nhgd.cli._options import checked_seed, device_called, device_of_rank, keep_to_threads, note_crowding
 from nhgd.cli._output import console, number, print_json, table
 from nhgd.cli._started import LAUNCHER, started_by_someone
+from nhgd.comparison.store import ASKED
 from nhgd.errors import InputError
 from nhgd.execution import EXECUTIONS, AbstractExecutor, Distributed, resolve
 from nhgd.plot import executions
@@ -64,6 +65,8 @@ def compare(
             raise InputError(f"--{option} must be a whole number of at least {least}, got {value}.")
     if out is not None:
         check_folder("--out", out)
+        if (out / ASKED).exists():
+            raise InputError(f"{out} holds a comparison of methods, which would be replaced. Choose another folder.")
     names = _names(execution)
     experiment, how = Experiment.chosen(task, preset, method, parse(changes), lambda rest: _settings(names, rest))
     where = device_called(device)

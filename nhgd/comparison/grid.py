@@ -19,7 +19,9 @@ def parsed(pairs: Sequence[str] | None) -> Grid:
     >>> parsed(["outer_lr=0.1,0.3", "project_v=(0,1)", "nhgd:inverse.damping=none"])
     {'outer_lr': [0.1, 0.3], 'project_v': ['(0,1)'], 'nhgd:inverse.damping': ['none']}
     """
-    return {key: [number(value) for value in apart(f"--set {key}", text)] for key, text in parse(pairs).items()}
+    return {
+        key: [number(value) for value in apart(f"--set {key}", text)] for key, text in parse(pairs, once=True).items()
+    }
 
 
 def of_python(settings: Mapping[str, Any] | None) -> Grid:

@@ -13,7 +13,7 @@ from nhgd._results import Folder, jsonable
 from nhgd.comparison.trial import Run, Trial
 from nhgd.errors import InputError
 
-ASKED, RUNS, PICTURES = "comparison.json", "runs", "pictures"
+ASKED, RUNS, PICTURES, RESULT = "comparison.json", "runs", "pictures", "bench.json"
 
 
 class Store:
@@ -65,6 +65,11 @@ def check(path: Path, asked: dict[str, Any]) -> None:
     """Refuse a folder that holds a comparison with other settings, or something else of that name."""
     file = path / ASKED
     if not file.exists():
+        if (path / RESULT).exists():
+            raise InputError(
+                f"{path} holds results that are not of a comparison of methods, and {RESULT} would be replaced."
+                " Choose another folder."
+            )
         return
     try:
         before = json.loads(file.read_text(encoding="utf-8"))

@@ -13,6 +13,7 @@ from typing import Any
 from nhgd._results import jsonable
 from nhgd.comparison import choice, formats
 from nhgd.comparison.bands import AXES, HIGH, LOW, PART, Band, band, quantile, rises, targets_of, to_target
+from nhgd.comparison.store import RESULT
 from nhgd.comparison.trial import Run
 from nhgd.errors import InputError
 from nhgd.plot import comparison as pictures
@@ -190,7 +191,7 @@ class Table:
     def write(self, write_all: Any, suffixes: Sequence[str]) -> list[str]:
         """Write tables and figures by a function that takes what they are and a function of a folder; their names."""
         texts = {
-            "bench.json": self.to_json(),
+            RESULT: self.to_json(),
             "summary.csv": self.to_csv(),
             "rows.csv": formats.csv_of([formats.flat(row) for row in self.rows]),
             "table.txt": self.to_text() + "\n",
@@ -224,7 +225,11 @@ class Table:
 
     def _bars(self) -> dict[str, Any]:
         name = self.about["headline"]
-        rows = [row for row in self.summary if row["metric"] == name]
+        rows = [
+            row | {"words": formats.mean_and_deviation(row).replace("+-", "±")}
+            for row in self.summary
+            if row["metric"] == name
+        ]
         return {"about": self.about, "metric": name, "rows": rows, "share": rises(name)}
 
 

@@ -318,10 +318,10 @@ class Horizon:
         self.recent = loss if math.isnan(self.recent) else 0.9 * self.recent + 0.1 * loss
         self.lowest = min(self.lowest, self.recent)
         if self.poor >= STREAK:
+            raised = f", although its damping was raised {self.trust:.3g}-fold" if self.trust >= 1.01 else ""
             return (
-                f"The last {self.poor} Hessian products found that x does not solve the damped system, although its damping was"
-                f" raised {self.trust:.3g}-fold: the statistics are stale or far from the Hessian. Use nhgd-refined or aid-cg, give"
-                " the problem a likelihood, or lower the outer step."
+                f"The last {self.poor} Hessian products found that x does not solve the damped system{raised}:"
+                " the statistics are stale or far from the Hessian. Use nhgd-refined or aid-cg, give the problem a likelihood, or lower the outer step."
             )
         if self.steps > SETTLED and self.far >= STREAK:
             return (

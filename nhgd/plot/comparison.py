@@ -55,9 +55,8 @@ def draw_bars(paths: Sequence[Path], drawn: Mapping[str, Any]) -> Sequence[Path]
             axes.barh(place, row["mean"], 0.66, color=line_of(index)["color"])
             if row["deviation"]:
                 axes.errorbar(row["mean"], place, xerr=row["deviation"], color=INK, capsize=3, linewidth=1)
-            spread = "" if row["deviation"] is None else f" ± {row['deviation']:.2g}"
             axes.annotate(
-                f"{row['mean']:.4g}{spread}", (max(row["mean"] + (row["deviation"] or 0), 0), place),
+                row["words"], (max(row["mean"] + (row["deviation"] or 0), 0), place),
                 xytext=(6, 0), textcoords="offset points", va="center", fontsize=9,
             )  # fmt: skip
         axes.set_yticks(places, [row["method"] for row in rows])

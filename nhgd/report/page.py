@@ -111,7 +111,7 @@ def picture(address: str, words: str, caption: Child = None) -> Html:
     """A picture with its words."""
     return element(
         "figure",
-        element("img", src=address, alt=words),
+        element("div", element("img", src=address, alt=words)),
         element("figcaption", words if caption is None else caption),
         class_="picture",
     )

@@ -102,7 +102,7 @@ def parsed(pairs: Sequence[str] | None) -> Space:
     >>> {key: str(part) for key, part in parsed(["outer_lr=0.01..1:log", "inverse=cg,neumann"]).items()}
     {'outer_lr': '0.01..1:log', 'inverse': 'cg,neumann'}
     """
-    return {key: _read(key, text) for key, text in parse(pairs, "--space", "outer_lr=0.01..1:log").items()}
+    return {key: _read(key, text) for key, text in parse(pairs, "--space", "outer_lr=0.01..1:log", once=True).items()}
 
 
 def of_python(space: Mapping[str, Any] | None) -> Space:
