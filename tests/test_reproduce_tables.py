@@ -224,7 +224,7 @@ def test_a_killed_command_goes_on_where_it_was(kept, monkeypatch):
     assert "nhgd, seed 1" in made_now[0]
     assert lost.exists()
     assert [row["printed"] for row in again["rows"]] == [row["printed"] for row in found["rows"]]
-    monkeypatch.setattr("nhgd.comparison.comparison.measured", lambda trial: pytest.fail("a run was repeated"))
+    monkeypatch.setattr("nhgd.comparison.store.measured", lambda trial: pytest.fail("a run was repeated"))
     shown = table(asked("cleaning", smallest=True, only="own"), place)
     assert shown["complete"]
     assert set(shown["runs"]) == {"own"}

@@ -23,9 +23,10 @@ from nhgd.comparison import choice, grid
 from nhgd.comparison import seeds as seed_lists
 from nhgd.comparison.budget import Allowance
 from nhgd.comparison.grid import Grid
-from nhgd.comparison.store import PICTURES, Store, check
+from nhgd.comparison.store import Store, check, kept
 from nhgd.comparison.table import Table, check_metric
-from nhgd.comparison.trial import Run, Trial, environment, measured
+from nhgd.comparison.trial import Run, Trial, environment
+from nhgd.comparison.workers import Workers
 from nhgd.data.device import usable_device
 from nhgd.errors import InputError
 from nhgd.plot.style import FORMATS
@@ -228,10 +229,12 @@ class Comparison:
         say: Callable[[str], None] = lambda words: None,
         suffixes: Sequence[str] = FORMATS,
         until: float | None = None,
+        workers: Workers | None = None,
     ) -> Table:
         """Run what is not in the folder yet, write everything there, and give the table.
 
         Args:
+            workers: processes that take the runs, in place of `jobs`; they draw no pictures.
             until: a reading of `time.monotonic` after which no further run begins; the table is then of those there are.
         """
         with ExitStack() as stack:
@@ -245,13 +248,13 @@ class Comparison:
             if store is not None:
                 store.begin()
             try:
-                runs = self._runs(trials, store, progress, say, until)
+                runs = self._runs(trials, store, progress, say, until, workers)
                 for _ in range(self.widen):
                     wider = self._wider(runs)
                     if not wider or late(until):
                         break
                     trials += wider
-                    runs += self._runs(wider, store, progress, say, until)
+                    runs += self._runs(wider, store, progress, say, until, workers)
             except KeyboardInterrupt as stop:
                 if store is not None:
                     stop.args = (f"The finished runs are in {out}; the same command goes on from there.",)
@@ -279,6 +282,7 @@ class Comparison:
         progress: bool | None,
         say: Callable[[str], None],
         until: float | None = None,
+        workers: Workers | None = None,
     ) -> list[Run]:
         found: dict[str, Run] = {}
         if store is not None:
@@ -288,7 +292,8 @@ class Comparison:
         left = [trial for trial in trials if trial.key not in found]
         with bar("bench", progress) as tick:
             tick(len(found) / len(trials), "the first run" if left else "")
-            for trial, run in self._measured(before(left, until), store):
+            measured = self._measured if workers is None else workers.measured
+            for trial, run in measured(before(left, until), store):
                 found[trial.key] = run
                 words = f"{trial.label}, seed {trial.seed}{_in_brackets(trial.settings)}"
                 tick(len(found) / len(trials), words)
@@ -299,14 +304,14 @@ class Comparison:
         drawing = {self.seeds[0]} if store is not None else set()
         if self.jobs == 1:
             for trial in trials:
-                yield _kept(trial, store, trial.seed in drawing)
+                yield kept(trial, store, trial.seed in drawing)
             return
         from joblib import Parallel, delayed
         from joblib.parallel import get_active_backend
 
         backend = get_active_backend()[0]
         way = "generator_unordered" if getattr(backend, "supports_return_generator", False) else "list"
-        calls = (delayed(_kept)(trial, store, trial.seed in drawing) for trial in trials)
+        calls = (delayed(kept)(trial, store, trial.seed in drawing) for trial in trials)
         yield from Parallel(n_jobs=self.jobs, return_as=way, batch_size=1)(calls)
 
     def _wider(self, runs: Sequence[Run]) -> list[Trial]:
@@ -340,18 +345,6 @@ def before(trials: Iterable[Trial], until: float | None) -> Iterator[Trial]:
 def late(until: float | None) -> bool:
     """Whether a reading of `time.monotonic` is past."""
     return until is not None and time.monotonic() > until
-
-
-def _kept(trial: Trial, store: Store | None, drawing: bool) -> tuple[Trial, Run]:
-    """Measure, and write the result at once, in whichever process this is."""
-    if store is None:
-        return trial, measured(trial)
-    run = measured(replace(trial, pictures=store.pictures(trial)) if drawing else trial)
-    run["file"] = store.name(trial)
-    if run.get("pictures"):
-        run["folder"] = f"{PICTURES}/{run['file']}"
-    store.keep(trial, run)
-    return trial, run
 
 
 def _key(run: Run) -> str:

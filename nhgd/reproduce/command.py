@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from nhgd._results import Folder, folder, jsonable
+from nhgd._validation import shown
 from nhgd.comparison.budget import Allowance
 from nhgd.errors import InputError, NhgdError, unknown
 from nhgd.plot.style import FORMATS
@@ -45,6 +46,10 @@ class Request:
         seed: the first of those used.
         only: a part of a table, "printed", "fair" or "own"; the others are shown as far as the folder holds them.
         budget: of each run but the printed ones, such as "30s"; None: what suits the experiment.
+        search: of each run of the grid of step sizes, where that is to differ from the budget.
+        seeds: how many each final run has; None: what suits the experiment.
+        steps: outer steps of the runs with the paper's settings; None: what suits the experiment.
+        jobs: runs at the same time, each in a process of its own; they disturb each other's clocks, all methods alike.
     """
 
     experiment: str
@@ -56,6 +61,10 @@ class Request:
     seed: int = 0
     only: str | None = None
     budget: str | None = None
+    search: str | None = None
+    seeds: int | None = None
+    steps: int | None = None
+    jobs: int = 1
 
     def __post_init__(self) -> None:
         if self.experiment not in EXPERIMENTS:
@@ -64,11 +73,17 @@ class Request:
             raise InputError(f"The time of an experiment must be above 0 seconds, got {self.seconds}.")
         if self.only is not None and self.only not in PARTS:
             raise unknown("part of a table", self.only, PARTS)
-        for name in ("only", "budget"):
-            if getattr(self, name) is not None and self.experiment in ("theory", "parallel"):
+        for name in ("only", "budget", "search", "seeds", "steps", "jobs"):
+            given = getattr(self, name)
+            if given not in (None, 1 if name == "jobs" else None) and self.experiment in ("theory", "parallel"):
                 raise InputError(f"{self.experiment} is no table, so {name} would be ignored. Omit it.")
-        if self.budget is not None:
-            Allowance.read(self.budget)
+        for name in ("seeds", "steps", "jobs"):
+            given = getattr(self, name)
+            if given is not None and (not isinstance(given, int) or given < 1):
+                raise InputError(f"{name} must be a whole number of at least 1, got {shown(given)}.")
+        for budget in (self.budget, self.search):
+            if budget is not None:
+                Allowance.read(budget)
 
 
 def reproduce(request: Request, say: Say = lambda words: None) -> Result:
@@ -99,6 +114,10 @@ def _table(request: Request, say: Say) -> Result:
         request.seed,
         request.only,
         request.budget,
+        request.search,
+        request.seeds,
+        request.steps,
+        request.jobs,
     )
     with folder(request.out) as place:
         found = table(asked, None if place is None else place.path, say)
@@ -170,6 +189,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first of the seeds")
     parser.add_argument("--only", choices=PARTS, help="a part of a table")
     parser.add_argument("--budget", help="of each run but those with the paper's settings, such as 30s")
+    parser.add_argument("--search", help="of each run of the grid, if that differs from --budget")
+    parser.add_argument("--seeds", type=int, help="of each final run")
+    parser.add_argument("--steps", type=int, help="outer steps with the paper's settings")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, each in a process of its own")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     given = vars(parser.parse_args(arguments))
     as_object = given.pop("json")

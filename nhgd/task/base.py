@@ -72,6 +72,11 @@ class Instance(ABC):
         with torch.no_grad():
             return self.losses() | self.metrics(self.problem.theta.given, self.problem.v.given)
 
+    def brief(self, solution: Solution) -> dict[str, float]:
+        """The part of the summary that takes no longer than an evaluation, for searches of many runs."""
+        with torch.no_grad():
+            return self.losses() | self.metrics(self.problem.theta.given, self.problem.v.given)
+
     def losses(self) -> dict[str, float]:
         """Both losses at the current theta and v, on all data."""
         with torch.no_grad():

@@ -36,6 +36,7 @@ class Stage:
         seeds: how many.
         points: about how many evaluations a run has.
         widen: how often a grid is continued where its best value is its first or last.
+        memory: whether the memory of outer steps is measured.
     """
 
     task: str | AbstractTask
@@ -46,6 +47,7 @@ class Stage:
     seeds: int = 1
     points: int = 50
     widen: int = 0
+    memory: bool = True
 
 
 @dataclass(frozen=True)
