@@ -1,6 +1,8 @@
 """LabelCleaner and cleanlab, both with their defaults, on six tables with two kinds of noise at three rates.
 
-    python -m benchmarks.cleaner benchmarks/results/cleaner-cpu.json --seeds 20 --large-seeds 5 --cleanlab-python PYTHON
+    python -m benchmarks.cleaner benchmarks/results/cleaner-cpu.json --cleanlab-python PYTHON --jobs 16
+    python -m benchmarks.cleaner benchmarks/results/cleaner-cpu.json --part cleanlab --cleanlab-python PYTHON
+    python -m benchmarks.cleaner benchmarks/results/cleaner-cpu.json --part ours --again --jobs 16
     python -m benchmarks.cleaner benchmarks/results/cleaner-cpu.json --figure docs/cleaner.png      draws what was measured
 
 A tenth of each class, two samples at least, is set aside with right labels: the trusted set. Some labels of the others are made
@@ -10,8 +12,9 @@ regression (benchmarks/cleanlab_reference.py, run by the Python you name, or by 
 wrong labels. A cell is a table with a kind and a rate of noise. On the small tables cleanlab is also given a logistic
 regression with a ten times stronger ridge (C = 0.1), which suits tables with many features and few rows.
 
-`steps` holds the F1 after 40, 80, 150 and 300 outer steps on breast cancer with 20 % wrong labels. Cells that the file has
-already are not measured again, so an interrupted run can be continued.
+`steps` holds the F1 after 40, 80, 150 and 300 outer steps on breast cancer with 20 % wrong labels. What the file has already is
+not measured again, so an interrupted run can be continued, and cleanlab's part can be measured on a machine that has it and
+ours on another; `--again` measures ours anew.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +48,9 @@ KINDS, RATES = ("uniform", "pair"), (0.1, 0.2, 0.4)
 SMALL = ("breast cancer", "wine", "iris")
 STEPS = (40, 80, 150, 300)
 RIDGED = 0.1  # C of the second logistic regression for cleanlab
+OURS = ("f1", "cpu_seconds", "f1_trusted", "cpu_seconds_trusted")
+KEY = ("table", "noise", "rate", "seed")
+Key = tuple[str, str, float, int]
 WAYS = {"f1": "LabelCleaner, none", "f1_trusted": "LabelCleaner, trusted set", "f1_cleanlab": "cleanlab"}
 
 
@@ -83,6 +92,7 @@ def covertype_like(rows: int = 2000, seed: int = 7) -> tuple[Array, Array]:
     return np.column_stack([elevation, aspect, slope, water, above_water, road, fire, *shade, area, soil]), y
 
 
+@cache
 def tables() -> dict[str, tuple[Array, Array]]:
     """Features and right labels."""
     imbalanced = make_classification(
@@ -125,7 +135,7 @@ def suspects(X: Array, y: Array, *trusted: Array, **settings: Any) -> Array:
     return found
 
 
-def keys(seeds: int, large_seeds: int) -> Iterator[tuple[str, str, float, int]]:
+def keys(seeds: int, large_seeds: int) -> Iterator[Key]:
     """Cells and seeds, all cells of a seed before the next, so that what was broken off is even."""
     for seed in range(max(seeds, large_seeds)):
         for name in tables():
@@ -133,9 +143,7 @@ def keys(seeds: int, large_seeds: int) -> Iterator[tuple[str, str, float, int]]:
                 yield from ((name, kind, rate, seed) for kind in KINDS for rate in RATES)
 
 
-def measure_cleanlab(
-    wanted: list[tuple[str, str, float, int]], python: str, strength: float = 1.0
-) -> dict[tuple[str, str, float, int], float]:
+def measure_cleanlab(wanted: list[Key], python: str, strength: float = 1.0) -> dict[Key, float]:
     """Its F1 of each cell and seed, in one process of its own."""
     data, wrongs, found = tables(), {}, {}
     with tempfile.TemporaryDirectory() as place:
@@ -149,9 +157,10 @@ def measure_cleanlab(
     return found
 
 
-def measure(X: Array, y: Array, kind: str, rate: float, seed: int) -> dict[str, float]:
+def measure(key: Key) -> dict[str, float]:
     """LabelCleaner's F1 and seconds, without a trusted set and with it."""
-    x, noisy, wrong, *trusted = spoilt(X, y, kind, rate, seed)
+    name, kind, rate, seed = key
+    x, noisy, wrong, *trusted = spoilt(*tables()[name], kind, rate, seed)
     found = {}
     for ending, given in (("", ()), ("_trusted", trusted)):
         started = time.process_time()
@@ -160,22 +169,19 @@ def measure(X: Array, y: Array, kind: str, rate: float, seed: int) -> dict[str, 
     return found
 
 
-def measure_steps(seeds: int) -> list[dict[str, Any]]:
-    """F1 by the number of outer steps."""
-    X, y = load_breast_cancer(return_X_y=True)
-    rows = []
-    for seed in range(seeds):
-        x, noisy, wrong, *trusted = spoilt(X, y, "pair", 0.2, seed)
-        for steps in STEPS:
-            row: dict[str, Any] = {"steps": steps, "seed": seed}
-            for ending, given in (("", ()), ("_trusted", trusted)):
-                row[f"f1{ending}"] = f1(suspects(x, noisy, *given, steps=steps, random_state=seed), wrong)
-            rows.append(row)
-    return rows
+def measure_steps(key: tuple[int, int]) -> dict[str, Any]:
+    """F1 of a seed and a number of outer steps."""
+    seed, steps = key
+    x, noisy, wrong, *trusted = spoilt(*tables()["breast cancer"], "pair", 0.2, seed)
+    row: dict[str, Any] = {"steps": steps, "seed": seed}
+    for ending, given in (("", ()), ("_trusted", trusted)):
+        row[f"f1{ending}"] = f1(suspects(x, noisy, *given, steps=steps, random_state=seed), wrong)
+    return row
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Means of all cells; where a cell is worse than cleanlab, or with a trusted set than without, by more than is allowed."""
+    rows = [row for row in rows if {*OURS, "f1_cleanlab"} <= set(row)]
     cells = {}
     for key in dict.fromkeys((row["table"], row["noise"], row["rate"]) for row in rows):
         mine = [row for row in rows if (row["table"], row["noise"], row["rate"]) == key]
@@ -285,6 +291,9 @@ def main() -> None:
     parser.add_argument("--large-seeds", type=int, default=5, help="of the other tables")
     parser.add_argument("--step-seeds", type=int, default=3, help="of the numbers of outer steps")
     parser.add_argument("--cleanlab-python", default=sys.executable, help="a Python that has cleanlab and scikit-learn")
+    parser.add_argument("--part", choices=("all", "cleanlab", "ours"), default="all", help="what to measure")
+    parser.add_argument("--again", action="store_true", help="measure ours anew")
+    parser.add_argument("--jobs", type=int, default=1, help="processes for ours, of one thread each")
     parser.add_argument("--figure", type=Path, help="draw what the file holds, and measure nothing")
     options = parser.parse_args()
     result: dict[str, Any] = {"rows": [], "steps": []}
@@ -293,23 +302,35 @@ def main() -> None:
     if options.figure is not None:
         draw(result, options.figure)
         return
-    torch.set_num_threads(1)
-    result["environment"] = environment(torch.device("cpu"))
-    known = {(row["table"], row["noise"], row["rate"], row["seed"]) for row in result["rows"]}
-    wanted = [key for key in keys(options.seeds, options.large_seeds) if key not in known]
-    data, theirs = tables(), measure_cleanlab(wanted, options.cleanlab_python)
-    for key in wanted:
-        row = dict(zip(("table", "noise", "rate", "seed"), key, strict=True))
-        row |= measure(*data[key[0]], *key[1:]) | {"f1_cleanlab": theirs[key]}
-        result["rows"].append(row)
-        _write(options.out, result)
-        print({name: round(v, 3) if isinstance(v, float) else v for name, v in row.items()}, flush=True)
-    small = [row for row in result["rows"] if row["table"] in SMALL and "f1_cleanlab_ridged" not in row]
-    ridged = [(row["table"], row["noise"], row["rate"], row["seed"]) for row in small]
-    for row, found in zip(small, measure_cleanlab(ridged, options.cleanlab_python, RIDGED).values(), strict=True):
-        row["f1_cleanlab_ridged"] = found
-    if not result["steps"]:
-        result["steps"] = measure_steps(options.step_seeds)
+    if options.again:
+        result["steps"] = []
+        for row in result["rows"]:
+            for name in OURS:
+                row.pop(name, None)
+    rows = {tuple(row[name] for name in KEY): row for row in result["rows"]}
+    for key in keys(options.seeds, options.large_seeds):
+        rows.setdefault(key, dict(zip(KEY, key, strict=True)))
+    result["rows"] = list(rows.values())
+    if options.part != "ours":
+        for column, strength in (("f1_cleanlab", 1.0), ("f1_cleanlab_ridged", RIDGED)):
+            some = SMALL if strength == RIDGED else tables()
+            lacking = [key for key, row in rows.items() if column not in row and row["table"] in some]
+            for key, found in measure_cleanlab(lacking, options.cleanlab_python, strength).items():
+                rows[key][column] = found
+            _write(options.out, result)
+    if options.part != "cleanlab":
+        result["environment"] = environment(torch.device("cpu"))
+        context = get_context("spawn")
+        with ProcessPoolExecutor(options.jobs, context, torch.set_num_threads, (1,)) as pool:
+            lacking = [key for key, row in rows.items() if not set(OURS) <= set(row)]
+            for key, ours in zip(lacking, pool.map(measure, lacking), strict=True):
+                rows[key] |= ours
+                _write(options.out, result)
+                shown = {name: round(v, 3) if isinstance(v, float) else v for name, v in rows[key].items()}
+                print(shown, flush=True)
+            if not result["steps"]:
+                wanted = [(seed, steps) for seed in range(options.step_seeds) for steps in STEPS]
+                result["steps"] = list(pool.map(measure_steps, wanted))
     _write(options.out, result)
     print("\n".join(table(result)))
     print({name: result["summary"][name] for name in ("mean", "below_cleanlab", "worse_with_trusted_set")})

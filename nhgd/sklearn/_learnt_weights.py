@@ -22,7 +22,7 @@ from nhgd.inverse._krylov.spectrum import largest_eigenvalue
 from nhgd.oracle import Oracle
 from nhgd.task._classifier import Split
 from nhgd.task._overfitting import WORST_RISE, OverfittingWarning
-from nhgd.task._weighted_training import WeightedTraining, inner_settings, nhgd_for, outer_settings
+from nhgd.task._weighted_training import WeightedTraining, inner_settings, outer_settings
 from nhgd.task._weighting import AbstractWeighting, ByLoss
 from nhgd.variable import Given
 
@@ -177,7 +177,7 @@ def learn_weights(
         problem,
         training.data(batch_size),
         judged,
-        method=nhgd_for(problem),
+        method="nhgd",
         inner_steps=inner_steps,
         seed=seed,
         metrics=evaluate,

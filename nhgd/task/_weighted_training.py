@@ -12,11 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nhgd.algorithm import NHGD
 from nhgd.data.loader import Data
 from nhgd.errors import RunError
-from nhgd.inverse import KFAC
-from nhgd.inverse._learned.automatic import automatic
 from nhgd.losses import Losses
 from nhgd.problem import Bilevel
 from nhgd.schedule import Decay
@@ -26,7 +23,6 @@ from nhgd.task._weighting import AbstractWeighting
 from nhgd.variable import Given
 
 NESTEROV = 0.9
-FACTOR_EVERY = 5  # a record costs as much as a step, and running means over tens of batches lose little by every fifth
 
 
 @dataclass(frozen=True)
@@ -145,9 +141,3 @@ def inner_settings(lr: float, momentum: float = NESTEROV) -> dict[str, Any]:
 def outer_settings(lr: float = 0.05) -> dict[str, Any]:
     """Outer steps of a solver: Adam's, with a size that falls to a twentieth."""
     return {"outer_lr": Decay(lr, final=0.05, hold=0.3), "outer_optimizer": torch.optim.Adam}
-
-
-def nhgd_for(problem: Bilevel) -> NHGD:
-    """NHGD for such a problem: K-FAC learns from every fifth step, if the model has layers for it."""
-    inverse = automatic(problem.theta)
-    return NHGD(KFAC(factor_every=FACTOR_EVERY) if isinstance(inverse, KFAC) else inverse)

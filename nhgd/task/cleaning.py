@@ -15,7 +15,6 @@ from typing_extensions import override
 from nhgd._randomness import Randomness
 from nhgd._solution import Solution
 from nhgd._validation import counted, not_negative, positive
-from nhgd.algorithm import AbstractAlgorithm
 from nhgd.data.loader import Data
 from nhgd.errors import InputError
 from nhgd.execution import Inline
@@ -29,7 +28,7 @@ from nhgd.task._classifier import Architecture, Split, accuracy, mean_cross_entr
 from nhgd.task._images import CLASSES, mean_and_deviation, read
 from nhgd.task._labels import NOISES, area, corrupt, detection_scores, with_every_class
 from nhgd.task._overfitting import overfitting
-from nhgd.task._weighted_training import WeightedTraining, inner_settings, nhgd_for, outer_settings
+from nhgd.task._weighted_training import WeightedTraining, inner_settings, outer_settings
 from nhgd.task._weighting import WEIGHTINGS
 from nhgd.task.base import AbstractTask, Instance
 
@@ -333,10 +332,6 @@ class CleaningInstance(Instance):
     def plain_sgd_settings(self) -> dict[str, Any]:
         """No momentum."""
         return inner_settings(self.inner_lr, momentum=0)
-
-    @override
-    def methods(self) -> dict[str, AbstractAlgorithm]:
-        return {"nhgd": nhgd_for(self.problem)}
 
     @override
     def metrics(self, theta: nn.Module, v: Any) -> dict[str, float]:
