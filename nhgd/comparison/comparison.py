@@ -199,6 +199,7 @@ class Comparison:
             "device": first.device,
             "data": None if first.data is None else os.path.abspath(first.data),
             "patience": first.patience,
+            "longest": first.longest,
         }
 
     def about(self) -> dict[str, Any]:
@@ -244,7 +245,7 @@ class Comparison:
                 check(store.path, store.asked)
             trials = self.trials()
             if store is None or any(store.load(trial) is None for trial in trials):
-                self._rehearse_building(None if target is None else target[0])
+                self._rehearse_building(None if target is None else target[0], workers is not None)
             if store is not None:
                 store.begin()
             try:
@@ -267,10 +268,16 @@ class Comparison:
                 found.write(place.write_all, drawn)
             return found
 
-    def _rehearse_building(self, metric: str | None) -> None:
-        """Make the data once, so that what is wrong with them, or with the target's metric, is one error before any run."""
+    def _rehearse_building(self, metric: str | None, elsewhere: bool) -> None:
+        """Make the data once, so that what is wrong with them, or with the target's metric, is one error before any run.
+
+        Where runs are taken `elsewhere`, this process keeps off the device, and makes only what is read from files.
+        """
         first = self.trials()[0]
-        made = first.experiment().task.build(first.seed, torch.device(first.device), first.data)
+        if elsewhere and first.data is None:
+            return
+        device = "cpu" if elsewhere else first.device
+        made = first.experiment().task.build(first.seed, torch.device(device), first.data)
         if metric is not None:
             theta, v = made.problem.theta.given, made.problem.v.given
             check_metric(metric, [*made.metrics(theta, v), *made.losses()], self.task.name)

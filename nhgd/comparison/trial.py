@@ -27,7 +27,7 @@ from nhgd.algorithm import AbstractAlgorithm
 from nhgd.comparison.budget import Allowance
 from nhgd.errors import InputError, NhgdError
 from nhgd.execution import Inline
-from nhgd.stop import AbstractStop, Spent, gradient_equivalents
+from nhgd.stop import AbstractStop, Budget, Spent, gradient_equivalents
 from nhgd.task import AbstractTask
 
 Run: TypeAlias = dict[str, Any]  # what `measured` gives; it is kept as JSON
@@ -49,6 +49,7 @@ class Trial:
         patience: evaluations without a better selection loss after which it ends.
         points: about how often it is evaluated.
         watch: sees what was spent and the selection loss after each evaluation, and says whether the run ends there.
+        longest: seconds of outer steps after which a run ends that may take a number of them.
         brief: whether the metrics at the end are those of an evaluation, where the task's summary would take longer.
         memory: whether the memory of its outer steps is measured: on the CPU in the separate run, on a GPU in the run itself.
     """
@@ -65,6 +66,7 @@ class Trial:
     warmup: int = 2
     patience: int | None = None
     points: int = 50
+    longest: float | None = None
     brief: bool = False
     memory: bool = False
     pictures: Path | None = field(default=None, compare=False)
@@ -179,7 +181,7 @@ def _measure(trial: Trial, run: Run) -> None:
 
 
 def _rules(trial: Trial, task: AbstractTask, start: Row) -> list[AbstractStop[Any]]:
-    rules = [trial.allowance.rule()]
+    rules = [trial.allowance.rule(), *([] if trial.longest is None else [Budget(trial.longest)])]
     name = task.selection if task.selection in start else f"{FULL}{task.selection}"
     if trial.patience is not None:
         rules.append(Patience(trial.patience, name))

@@ -369,11 +369,6 @@ class CleaningInstance(Instance):
         }
 
     @override
-    def brief(self, solution: Solution) -> dict[str, float]:
-        """All of it, which selects the best step of the history."""
-        return self.summary(solution)
-
-    @override
     def influence_metrics(self, total: Tensor) -> dict[str, float]:
         """How well a low influence points at a wrong label."""
         wrong = self.sets.wrong.cpu()

@@ -19,18 +19,21 @@ from typing import Any
 
 from nhgd._results import jsonable
 from nhgd.comparison import grid as grids
+from nhgd.comparison.budget import Allowance
 from nhgd.comparison.choice import edge_sentence
 from nhgd.comparison.comparison import Comparison, late
 from nhgd.comparison.table import Table
 from nhgd.comparison.workers import Workers
 from nhgd.paper import OPEN
+from nhgd.reproduce.tables import tuning
 from nhgd.reproduce.tables.claimed import CLAIMED
 from nhgd.reproduce.tables.plan import CARRIED, LAST, Plan, Stage, plan_of
 from nhgd.reproduce.tables.rows import curves, fair_row, first_in_time, printed_row
 
+SEARCH_POINTS = 20  # evaluations of a run of the search
 QUICK_SECONDS = 140.0  # after which a quick one begins no further run
 STAGES = {"printed": ("printed",), "fair": ("grid", "seeds"), "own": ("own",)}  # by what --only says
-SHARES = {"printed": 3.0, "grid": 4.0, "seeds": 2.0, "own": 1.0}  # of the time
+SHARES = {"printed": 3.0, "grid": 4.0, "seeds": 3.0, "own": 1.0}  # of the time
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,10 @@ class Asked:
     only: str | None = None
     budget: str | None = None
     search: str | None = None
+    own: str | None = None
     seeds: int | None = None
     steps: int | None = None
+    longest: str | None = None
     jobs: int = 1
     smallest: bool = False
 
@@ -57,10 +62,14 @@ class Asked:
         printed, grid, own, seeds = plan.printed, plan.grid, plan.own, plan.seeds
         if self.budget is not None:
             grid, own = replace(grid, budget=self.budget), replace(own, budget=self.budget)
+        if self.own is not None:
+            own = replace(own, budget=self.own)
         if self.seeds is not None:
             printed, own, seeds = replace(printed, seeds=self.seeds), replace(own, seeds=self.seeds), self.seeds
         if self.steps is not None:
             printed = replace(printed, budget=f"{self.steps} steps", points=self.steps)
+        if self.longest is not None:
+            printed = replace(printed, longest=Allowance.read(self.longest).amount)
         return replace(plan, printed=printed, grid=grid, own=own, seeds=seeds)
 
 
@@ -104,13 +113,13 @@ def _table(asked: Asked, out: Path | None, say: Callable[[str], None], workers: 
     ends = _ends(stages, began, limit)
     first = asked.seed
     printed = staged("printed", plan.printed, list(range(first, first + plan.printed.seeds)), brief=True)
-    search = replace(plan.grid, budget=asked.search or plan.grid.budget, memory=False)
-    tuned = staged("grid", search, [first], brief=True)
+    search = replace(plan.grid, budget=asked.search or plan.grid.budget, points=SEARCH_POINTS, memory=False)
+    tuned = tuning.tuned(search, lambda stage: staged("grid", stage, [first], brief=True))
     final = None
     if tuned is not None:
         # Other seeds than the one that the step sizes were chosen on.
         seeds = list(range(first + 1, first + 1 + plan.seeds))
-        final = staged("seeds", _with_chosen(plan.grid, tuned), seeds)
+        final = staged("seeds", _with_chosen(plan.grid, tuned), seeds, brief=True)
     own = staged("own", plan.own, list(range(first, first + plan.own.seeds)))
     found = _put_together(asked, plan, printed, tuned, final, own)
     found["seconds"] = time.monotonic() - began
@@ -136,7 +145,8 @@ def _comparison(stage: Stage, seeds: list[int], device: str, data: Path | None, 
         stage.task, stage.methods, seeds, stage.budget, grids.of_python(stage.settings), stage.preset, device,
         None if digits else data, 1, 2, None, stage.widen,
     )  # fmt: skip
-    return replace(comparison, first=replace(comparison.first, points=stage.points, brief=brief, memory=stage.memory))
+    first = replace(comparison.first, points=stage.points, brief=brief, memory=stage.memory, longest=stage.longest)
+    return replace(comparison, first=first)
 
 
 def _with_chosen(stage: Stage, tuned: Table) -> Stage:
@@ -225,4 +235,4 @@ def _about(found: Table | None, stage: Stage) -> dict[str, Any]:
         if found is None
         else {"headline": found.about["headline"], "target": found.target and found.target["metric"]}
     )
-    return {"budget": stage.budget, "seeds": seeds} | about
+    return {"budget": stage.budget, "longest": stage.longest, "seeds": seeds} | about
