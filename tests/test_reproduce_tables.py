@@ -171,8 +171,8 @@ def test_what_is_kept_holds_what_the_page_says_of_it():
 
 
 def test_stages_share_the_time():
-    ends = _ends(["printed", "grid", "seeds", "own"], 100.0, 50.0)
-    assert ends == {"printed": 115.0, "grid": 135.0, "seeds": 145.0, "own": 150.0}
+    ends = _ends(["printed", "grid", "seeds", "own"], 100.0, 55.0)
+    assert ends == {"printed": 115.0, "grid": 135.0, "seeds": 150.0, "own": 155.0}
     assert _ends(["grid", "seeds"], 0.0, 60.0)["seeds"] == 60.0
     assert set(_ends(["own"], 0.0, None).values()) == {None}
 
@@ -224,7 +224,7 @@ def test_a_killed_command_goes_on_where_it_was(kept, monkeypatch):
     assert "nhgd, seed 1" in made_now[0]
     assert lost.exists()
     assert [row["printed"] for row in again["rows"]] == [row["printed"] for row in found["rows"]]
-    monkeypatch.setattr("nhgd.comparison.comparison.measured", lambda trial: pytest.fail("a run was repeated"))
+    monkeypatch.setattr("nhgd.comparison.store.measured", lambda trial: pytest.fail("a run was repeated"))
     shown = table(asked("cleaning", smallest=True, only="own"), place)
     assert shown["complete"]
     assert set(shown["runs"]) == {"own"}

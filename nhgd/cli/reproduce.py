@@ -30,6 +30,23 @@ def reproduce(
         str | None,
         typer.Option(help="Of each run but those with the paper's settings, such as 30s.", show_default=False),
     ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option(help="Of each run of the grid of step sizes, if not --budget.", show_default=False),
+    ] = None,
+    own: Annotated[
+        str | None,
+        typer.Option(help="Of each run of the library's own form, if not --budget.", show_default=False),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="Seeds of each final run.", show_default=False)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Outer steps with the paper's settings.", show_default=False)
+    ] = None,
+    longest: Annotated[
+        str | None,
+        typer.Option(help="After which a run with the paper's settings ends, such as 60s.", show_default=False),
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Runs at the same time, each in a process of its own.")] = 1,
     seed: Seed = 0,
     device: Device = "auto",
     as_json: Json = False,
@@ -39,8 +56,9 @@ def reproduce(
     Where torch and NumPy are all there is, `python -m nhgd.reproduce EXPERIMENT` does the same.
     """
     request = Request(
-        experiment, quick, data, out, seconds, str(device_called(device)), checked_seed(seed), only, budget
-    )
+        experiment, quick, data, out, seconds, str(device_called(device)), checked_seed(seed), only, budget,
+        search, own, seeds, steps, longest, jobs,
+    )  # fmt: skip
     with bar("reproduce", lines=not as_json) as tick:
         found = run(request, lambda words: tick(None, words))
     if as_json:

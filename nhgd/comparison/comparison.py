@@ -23,9 +23,10 @@ from nhgd.comparison import choice, grid
 from nhgd.comparison import seeds as seed_lists
 from nhgd.comparison.budget import Allowance
 from nhgd.comparison.grid import Grid
-from nhgd.comparison.store import PICTURES, Store, check
+from nhgd.comparison.store import Store, check, kept
 from nhgd.comparison.table import Table, check_metric
-from nhgd.comparison.trial import Run, Trial, environment, measured
+from nhgd.comparison.trial import Run, Trial, environment
+from nhgd.comparison.workers import Workers
 from nhgd.data.device import usable_device
 from nhgd.errors import InputError
 from nhgd.plot.style import FORMATS
@@ -130,6 +131,7 @@ class Comparison:
             "device": first.device,
             "data": None if first.data is None else os.path.abspath(first.data),
             "patience": first.patience,
+            "longest": first.longest,
         }
 
     def about(self) -> dict[str, Any]:
@@ -160,10 +162,12 @@ class Comparison:
         say: Callable[[str], None] = lambda words: None,
         suffixes: Sequence[str] = FORMATS,
         until: float | None = None,
+        workers: Workers | None = None,
     ) -> Table:
         """Run what is not in the folder yet, write everything there, and give the table.
 
         Args:
+            workers: processes that take the runs, in place of `jobs`; they draw no pictures.
             until: a reading of `time.monotonic` after which no further run begins; the table is then of those there are.
         """
         with ExitStack() as stack:
@@ -173,17 +177,17 @@ class Comparison:
                 check(store.path, store.asked)
             trials = self.trials()
             if store is None or any(store.load(trial) is None for trial in trials):
-                self._rehearse_building(None if target is None else target[0])
+                self._rehearse_building(None if target is None else target[0], workers is not None)
             if store is not None:
                 store.begin()
             try:
-                runs = self._runs(trials, store, progress, say, until)
+                runs = self._runs(trials, store, progress, say, until, workers)
                 for _ in range(self.widen):
                     wider = self._wider(runs)
                     if not wider or late(until):
                         break
                     trials += wider
-                    runs += self._runs(wider, store, progress, say, until)
+                    runs += self._runs(wider, store, progress, say, until, workers)
             except KeyboardInterrupt as stop:
                 if store is not None:
                     stop.args = (f"The finished runs are in {out}; the same command goes on from there.",)
@@ -196,10 +200,16 @@ class Comparison:
                 found.write(place.write_all, drawn)
             return found
 
-    def _rehearse_building(self, metric: str | None) -> None:
-        """Make the data once, so that what is wrong with them, or with the target's metric, is one error before any run."""
+    def _rehearse_building(self, metric: str | None, elsewhere: bool) -> None:
+        """Make the data once, so that what is wrong with them, or with the target's metric, is one error before any run.
+
+        Where runs are taken `elsewhere`, this process keeps off the device, and makes only what is read from files.
+        """
         first = self.trials()[0]
-        made = first.experiment().task.build(first.seed, torch.device(first.device), first.data)
+        if elsewhere and first.data is None:
+            return
+        device = "cpu" if elsewhere else first.device
+        made = first.experiment().task.build(first.seed, torch.device(device), first.data)
         if metric is not None:
             with torch.no_grad():
                 known = made.metrics(made.problem.theta.given, made.problem.v.given)
@@ -212,6 +222,7 @@ class Comparison:
         progress: bool | None,
         say: Callable[[str], None],
         until: float | None = None,
+        workers: Workers | None = None,
     ) -> list[Run]:
         found: dict[str, Run] = {}
         if store is not None:
@@ -221,7 +232,8 @@ class Comparison:
         left = [trial for trial in trials if trial.key not in found]
         with bar("bench", progress) as tick:
             tick(len(found) / len(trials), "the first run" if left else "")
-            for trial, run in self._measured(before(left, until), store):
+            measured = self._measured if workers is None else workers.measured
+            for trial, run in measured(before(left, until), store):
                 found[trial.key] = run
                 words = f"{trial.label}, seed {trial.seed}{_in_brackets(trial.settings)}"
                 tick(len(found) / len(trials), words)
@@ -232,14 +244,14 @@ class Comparison:
         drawing = {self.seeds[0]} if store is not None else set()
         if self.jobs == 1:
             for trial in trials:
-                yield _kept(trial, store, trial.seed in drawing)
+                yield kept(trial, store, trial.seed in drawing)
             return
         from joblib import Parallel, delayed
         from joblib.parallel import get_active_backend
 
         backend = get_active_backend()[0]
         way = "generator_unordered" if getattr(backend, "supports_return_generator", False) else "list"
-        calls = (delayed(_kept)(trial, store, trial.seed in drawing) for trial in trials)
+        calls = (delayed(kept)(trial, store, trial.seed in drawing) for trial in trials)
         yield from Parallel(n_jobs=self.jobs, return_as=way, batch_size=1)(calls)
 
     def _wider(self, runs: Sequence[Run]) -> list[Trial]:
@@ -273,18 +285,6 @@ def before(trials: Iterable[Trial], until: float | None) -> Iterator[Trial]:
 def late(until: float | None) -> bool:
     """Whether a reading of `time.monotonic` is past."""
     return until is not None and time.monotonic() > until
-
-
-def _kept(trial: Trial, store: Store | None, drawing: bool) -> tuple[Trial, Run]:
-    """Measure, and write the result at once, in whichever process this is."""
-    if store is None:
-        return trial, measured(trial)
-    run = measured(replace(trial, pictures=store.pictures(trial)) if drawing else trial)
-    run["file"] = store.name(trial)
-    if run.get("pictures"):
-        run["folder"] = f"{PICTURES}/{run['file']}"
-    store.keep(trial, run)
-    return trial, run
 
 
 def _key(run: Run) -> str:

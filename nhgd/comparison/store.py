@@ -6,11 +6,12 @@ import hashlib
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nhgd._results import Folder, jsonable
-from nhgd.comparison.trial import Run, Trial
+from nhgd.comparison.trial import Run, Trial, measured
 from nhgd.errors import InputError
 
 ASKED, RUNS, PICTURES, RESULT = "comparison.json", "runs", "pictures", "bench.json"
@@ -59,6 +60,18 @@ class Store:
         (self.path / RUNS).mkdir(exist_ok=True)
         text = json.dumps(jsonable(run), allow_nan=False) + "\n"
         Folder(self.path / RUNS).write_texts({f"{self.name(trial)}.json": text})
+
+
+def kept(trial: Trial, store: Store | None, drawing: bool) -> tuple[Trial, Run]:
+    """Measure, and write the result at once, in whichever process this is."""
+    if store is None:
+        return trial, measured(trial)
+    run = measured(replace(trial, pictures=store.pictures(trial)) if drawing else trial)
+    run["file"] = store.name(trial)
+    if run.get("pictures"):
+        run["folder"] = f"{PICTURES}/{run['file']}"
+    store.keep(trial, run)
+    return trial, run
 
 
 def check(path: Path, asked: dict[str, Any]) -> None:

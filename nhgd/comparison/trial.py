@@ -27,7 +27,7 @@ from nhgd.algorithm import AbstractAlgorithm
 from nhgd.comparison.budget import Allowance
 from nhgd.errors import InputError, NhgdError
 from nhgd.execution import Inline
-from nhgd.stop import AbstractStop, Spent, gradient_equivalents
+from nhgd.stop import AbstractStop, Budget, Spent, gradient_equivalents
 from nhgd.task import AbstractTask
 
 Run: TypeAlias = dict[str, Any]  # what `measured` gives; it is kept as JSON
@@ -49,6 +49,8 @@ class Trial:
         patience: evaluations without a better selection loss after which it ends.
         points: about how often it is evaluated.
         watch: sees what was spent and the selection loss after each evaluation, and says whether the run ends there.
+        longest: seconds of outer steps after which a run ends that may take a number of them.
+        brief: whether the metrics at the end are those of an evaluation, where the task's summary would take longer.
         memory: whether the memory of its outer steps is measured: on the CPU in the separate run, on a GPU in the run itself.
     """
 
@@ -64,6 +66,8 @@ class Trial:
     warmup: int = 2
     patience: int | None = None
     points: int = 50
+    longest: float | None = None
+    brief: bool = False
     memory: bool = False
     pictures: Path | None = field(default=None, compare=False)
     watch: Callable[[Spent, float], bool] | None = field(default=None, compare=False)
@@ -122,10 +126,15 @@ class Watched(AbstractStop[tuple[float, int] | None]):
         return state is not None and state[1] == spent.steps and self.watch(spent, state[0])
 
 
+def blank(trial: Trial) -> Run:
+    """What is known of a run before it begins."""
+    run: Run = {"method": trial.label, "seed": trial.seed, "settings": jsonable(trial.settings)}
+    return run | {"metrics": {}, "seconds": None, "oracle_calls": {}, "points": [], "warnings": [], "error": None}
+
+
 def measured(trial: Trial) -> Run:
     """Run it; an error that is the method's or the settings' own becomes part of the result."""
-    run: Run = {"method": trial.label, "seed": trial.seed, "settings": jsonable(trial.settings)}
-    run |= {"metrics": {}, "seconds": None, "oracle_calls": {}, "points": [], "warnings": [], "error": None}
+    run = blank(trial)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
@@ -164,14 +173,15 @@ def _measure(trial: Trial, run: Run) -> None:
             run["result"] = solution.result
             if before is not None:
                 run["peak_megabytes"] = (torch.cuda.max_memory_allocated(device) - before) / 1e6
-            run["metrics"] = {name: _finite(value) for name, value in built.instance.summary(solution).items()}
+            summary = built.instance.brief if trial.brief else built.instance.summary
+            run["metrics"] = {name: _finite(value) for name, value in summary(solution).items()}
             run["described"] = jsonable(built.described() | {"method": solver.algorithm})
             run["compile"] = jsonable(solution.stats["compile"])
             run["pictures"] = _drawn(trial, built)
 
 
 def _rules(trial: Trial, task: AbstractTask, start: Row) -> list[AbstractStop[Any]]:
-    rules = [trial.allowance.rule()]
+    rules = [trial.allowance.rule(), *([] if trial.longest is None else [Budget(trial.longest)])]
     name = task.selection if task.selection in start else f"{FULL}{task.selection}"
     if trial.patience is not None:
         rules.append(Patience(trial.patience, name))

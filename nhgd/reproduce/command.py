@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from nhgd._results import Folder, folder, jsonable
+from nhgd._validation import shown
 from nhgd.comparison.budget import Allowance
 from nhgd.errors import InputError, NhgdError, unknown
 from nhgd.plot.style import FORMATS
@@ -45,6 +46,12 @@ class Request:
         seed: the first of those used.
         only: a part of a table, "printed", "fair" or "own"; the others are shown as far as the folder holds them.
         budget: of each run but the printed ones, such as "30s"; None: what suits the experiment.
+        search: of each run of the grid of step sizes, where that is to differ from the budget.
+        own: of each run of the library's own form, likewise.
+        seeds: how many each final run has; None: what suits the experiment.
+        steps: outer steps of the runs with the paper's settings; None: what suits the experiment.
+        longest: a time such as "60s" after which such a run ends with the steps it has; None: none.
+        jobs: runs at the same time, each in a process of its own; they disturb each other's clocks, all methods alike.
     """
 
     experiment: str
@@ -56,6 +63,12 @@ class Request:
     seed: int = 0
     only: str | None = None
     budget: str | None = None
+    search: str | None = None
+    own: str | None = None
+    seeds: int | None = None
+    steps: int | None = None
+    longest: str | None = None
+    jobs: int = 1
 
     def __post_init__(self) -> None:
         if self.experiment not in EXPERIMENTS:
@@ -64,11 +77,19 @@ class Request:
             raise InputError(f"The time of an experiment must be above 0 seconds, got {self.seconds}.")
         if self.only is not None and self.only not in PARTS:
             raise unknown("part of a table", self.only, PARTS)
-        for name in ("only", "budget"):
-            if getattr(self, name) is not None and self.experiment in ("theory", "parallel"):
+        for name in ("only", "budget", "search", "own", "seeds", "steps", "longest", "jobs"):
+            given = getattr(self, name)
+            if given not in (None, 1 if name == "jobs" else None) and self.experiment in ("theory", "parallel"):
                 raise InputError(f"{self.experiment} is no table, so {name} would be ignored. Omit it.")
-        if self.budget is not None:
-            Allowance.read(self.budget)
+        for name in ("seeds", "steps", "jobs"):
+            given = getattr(self, name)
+            if given is not None and (not isinstance(given, int) or given < 1):
+                raise InputError(f"{name} must be a whole number of at least 1, got {shown(given)}.")
+        for budget in (self.budget, self.search, self.own):
+            if budget is not None:
+                Allowance.read(budget)
+        if self.longest is not None and Allowance.read(self.longest).unit != "s":
+            raise InputError(f"longest is a time such as '60s', got {shown(self.longest)}.")
 
 
 def reproduce(request: Request, say: Say = lambda words: None) -> Result:
@@ -99,6 +120,12 @@ def _table(request: Request, say: Say) -> Result:
         request.seed,
         request.only,
         request.budget,
+        request.search,
+        request.own,
+        request.seeds,
+        request.steps,
+        request.longest,
+        request.jobs,
     )
     with folder(request.out) as place:
         found = table(asked, None if place is None else place.path, say)
@@ -170,6 +197,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first of the seeds")
     parser.add_argument("--only", choices=PARTS, help="a part of a table")
     parser.add_argument("--budget", help="of each run but those with the paper's settings, such as 30s")
+    parser.add_argument("--search", help="of each run of the grid, if that differs from --budget")
+    parser.add_argument("--own", help="of each run of the library's own form, if that differs from --budget")
+    parser.add_argument("--seeds", type=int, help="of each final run")
+    parser.add_argument("--steps", type=int, help="outer steps with the paper's settings")
+    parser.add_argument("--longest", help="a time after which a run with the paper's settings ends, such as 60s")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, each in a process of its own")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     given = vars(parser.parse_args(arguments))
     as_object = given.pop("json")

@@ -72,6 +72,10 @@ class Instance(ABC):
         with torch.no_grad():
             return self.losses() | self.metrics(self.problem.theta.given, self.problem.v.given)
 
+    def brief(self, solution: Solution) -> dict[str, float]:
+        """The summary, or where that takes long the part that takes no longer than an evaluation; for many runs."""
+        return self.summary(solution)
+
     def losses(self) -> dict[str, float]:
         """Both losses at the current theta and v, on all data."""
         with torch.no_grad():

@@ -302,6 +302,12 @@ class DistillationInstance(Instance):
             "images": float(len(self.v)),
         }
 
+    @override
+    def brief(self, solution: Solution) -> dict[str, float]:
+        """Without the models that are trained from scratch."""
+        with torch.no_grad():
+            return self.losses() | self.metrics(self.model, self.v)
+
     def _from_scratch(self, architecture: Architecture, images: Tensor) -> tuple[float, float]:
         """The test accuracy of a new model, and the norm of its last gradient."""
         sets = self.sets

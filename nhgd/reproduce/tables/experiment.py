@@ -12,23 +12,28 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nhgd._results import jsonable
 from nhgd.comparison import grid as grids
+from nhgd.comparison.budget import Allowance
 from nhgd.comparison.choice import edge_sentence
 from nhgd.comparison.comparison import Comparison, late
 from nhgd.comparison.table import Table
+from nhgd.comparison.workers import Workers
 from nhgd.paper import OPEN
+from nhgd.reproduce.tables import tuning
 from nhgd.reproduce.tables.claimed import CLAIMED
 from nhgd.reproduce.tables.plan import CARRIED, LAST, Plan, Stage, plan_of
 from nhgd.reproduce.tables.rows import curves, fair_row, first_in_time, printed_row
 
+SEARCH_POINTS = 20  # evaluations of a run of the search
 QUICK_SECONDS = 140.0  # after which a quick one begins no further run
 STAGES = {"printed": ("printed",), "fair": ("grid", "seeds"), "own": ("own",)}  # by what --only says
-SHARES = {"printed": 3.0, "grid": 4.0, "seeds": 2.0, "own": 1.0}  # of the time
+SHARES = {"printed": 3.0, "grid": 4.0, "seeds": 3.0, "own": 1.0}  # of the time
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,29 @@ class Asked:
     seed: int
     only: str | None = None
     budget: str | None = None
+    search: str | None = None
+    own: str | None = None
+    seeds: int | None = None
+    steps: int | None = None
+    longest: str | None = None
+    jobs: int = 1
     smallest: bool = False
+
+    def plan(self) -> Plan:
+        """The plan of the experiment, with what was asked to differ."""
+        plan = plan_of(self.experiment, self.quick, self.data, self.smallest)
+        printed, grid, own, seeds = plan.printed, plan.grid, plan.own, plan.seeds
+        if self.budget is not None:
+            grid, own = replace(grid, budget=self.budget), replace(own, budget=self.budget)
+        if self.own is not None:
+            own = replace(own, budget=self.own)
+        if self.seeds is not None:
+            printed, own, seeds = replace(printed, seeds=self.seeds), replace(own, seeds=self.seeds), self.seeds
+        if self.steps is not None:
+            printed = replace(printed, budget=f"{self.steps} steps", points=self.steps)
+        if self.longest is not None:
+            printed = replace(printed, longest=Allowance.read(self.longest).amount)
+        return replace(plan, printed=printed, grid=grid, own=own, seeds=seeds)
 
 
 def table(asked: Asked, out: Path | None, say: Callable[[str], None] = lambda words: None) -> dict[str, Any]:
@@ -54,15 +81,23 @@ def table(asked: Asked, out: Path | None, say: Callable[[str], None] = lambda wo
         out: a folder for each stage's runs. The same call goes on where it was interrupted, or where its time was up.
         say: told what comes next.
     """
+    with ExitStack() as stack:
+        workers = None
+        if asked.jobs > 1:
+            longest = None if asked.seconds is None else asked.seconds / 3
+            workers = stack.enter_context(Workers(asked.jobs, longest))
+        return _table(asked, out, say, workers)
+
+
+def _table(asked: Asked, out: Path | None, say: Callable[[str], None], workers: Workers | None) -> dict[str, Any]:
     began = time.monotonic()
-    plan = plan_of(asked.experiment, asked.quick, asked.data, asked.smallest)
-    if asked.budget is not None:
-        plan = replace(plan, grid=replace(plan.grid, budget=asked.budget), own=replace(plan.own, budget=asked.budget))
+    plan = asked.plan()
     limit = asked.seconds if asked.seconds is not None else QUICK_SECONDS if asked.quick else None
     data = asked.data if asked.experiment != "pde" else None
 
-    def staged(name: str, stage: Stage, seeds: list[int], until: float | None, memory: bool = True) -> Table | None:
-        comparison = _comparison(stage, seeds, asked.device, data, memory)
+    def staged(name: str, stage: Stage, seeds: list[int], brief: bool = False) -> Table | None:
+        comparison = _comparison(stage, seeds, asked.device, data, brief)
+        until = ends[name]
         place = None if out is None else out / name
         here = place is not None and (place / "runs").is_dir()
         if name not in stages or late(until):  # what is there is still shown
@@ -70,21 +105,22 @@ def table(asked: Asked, out: Path | None, say: Callable[[str], None] = lambda wo
                 return None
             until = -math.inf
         found = comparison.table(
-            place, progress=False, say=lambda words: say(f"{name}: {words}"), suffixes=(), until=until
+            place, None, False, lambda words: say(f"{name}: {words}"), suffixes=(), until=until, workers=workers
         )
         return found if found.runs else None
 
     stages = [name for only, names in STAGES.items() if asked.only in (None, only) for name in names]
     ends = _ends(stages, began, limit)
     first = asked.seed
-    printed = staged("printed", plan.printed, list(range(first, first + plan.printed.seeds)), ends["printed"])
-    tuned = staged("grid", plan.grid, [first], ends["grid"], memory=False)
+    printed = staged("printed", plan.printed, list(range(first, first + plan.printed.seeds)), brief=True)
+    search = replace(plan.grid, budget=asked.search or plan.grid.budget, points=SEARCH_POINTS, memory=False)
+    tuned = tuning.tuned(search, lambda stage: staged("grid", stage, [first], brief=True))
     final = None
     if tuned is not None:
         # Other seeds than the one that the step sizes were chosen on.
         seeds = list(range(first + 1, first + 1 + plan.seeds))
-        final = staged("seeds", _with_chosen(plan.grid, tuned), seeds, ends["seeds"])
-    own = staged("own", plan.own, list(range(first, first + plan.own.seeds)), ends["own"])
+        final = staged("seeds", _with_chosen(plan.grid, tuned), seeds, brief=True)
+    own = staged("own", plan.own, list(range(first, first + plan.own.seeds)))
     found = _put_together(asked, plan, printed, tuned, final, own)
     found["seconds"] = time.monotonic() - began
     found["load"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # other work that the clocks have seen
@@ -103,13 +139,14 @@ def _ends(stages: Sequence[str], began: float, limit: float | None) -> dict[str,
     return found
 
 
-def _comparison(stage: Stage, seeds: list[int], device: str, data: Path | None, memory: bool) -> Comparison:
+def _comparison(stage: Stage, seeds: list[int], device: str, data: Path | None, brief: bool) -> Comparison:
     digits = "digits" in (stage.settings.get("dataset"), getattr(stage.task, "dataset", None))
     comparison = Comparison.of(
         stage.task, stage.methods, seeds, stage.budget, grids.of_python(stage.settings), stage.preset, device,
         None if digits else data, 1, 2, None, stage.widen,
     )  # fmt: skip
-    return replace(comparison, first=replace(comparison.first, points=stage.points, memory=memory))
+    first = replace(comparison.first, points=stage.points, brief=brief, memory=stage.memory, longest=stage.longest)
+    return replace(comparison, first=first)
 
 
 def _with_chosen(stage: Stage, tuned: Table) -> Stage:
@@ -153,9 +190,15 @@ def _put_together(
         "only": asked.only,
         "problem": plan.words,
         "last": LAST,
+        "jobs": asked.jobs,
         "protocols": {
             "printed": _about(printed, plan.printed),
-            "fair": _about(final, plan.grid) | {"grid": jsonable(plan.grid.settings), "widen": plan.grid.widen},
+            "fair": _about(final, plan.grid)
+            | {
+                "grid": jsonable(plan.grid.settings),
+                "widen": plan.grid.widen,
+                "search": asked.search or plan.grid.budget,
+            },
             "own": _about(own, plan.own),
         },
         "runs": {name: {"done": done[name], "wanted": count} for name, count in wanted.items()},
@@ -192,4 +235,4 @@ def _about(found: Table | None, stage: Stage) -> dict[str, Any]:
         if found is None
         else {"headline": found.about["headline"], "target": found.target and found.target["metric"]}
     )
-    return {"budget": stage.budget, "seeds": seeds} | about
+    return {"budget": stage.budget, "longest": stage.longest, "seeds": seeds} | about

@@ -36,6 +36,9 @@ class Stage:
         seeds: how many.
         points: about how many evaluations a run has.
         widen: how often a grid is continued where its best value is its first or last.
+        longest: seconds after which a run ends whose budget is a number of outer steps.
+        memory: whether the memory of outer steps is measured.
+        alternating: whether step sizes are searched one after the other, see `tuning`; else every combination is run.
     """
 
     task: str | AbstractTask
@@ -46,6 +49,9 @@ class Stage:
     seeds: int = 1
     points: int = 50
     widen: int = 0
+    longest: float | None = None
+    memory: bool = True
+    alternating: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ def _few(stage: Stage) -> Stage:
         for key, value in stage.settings.items()
         if ":" not in key or key.rpartition(":")[0] in methods
     }
-    return replace(stage, methods=methods, settings=settings, budget="2 steps", seeds=1, widen=0)
+    return replace(stage, methods=methods, settings=settings, budget="2 steps", seeds=1, widen=0, alternating=False)
 
 
 def _printed(experiment: str, settings: Mapping[str, Any], steps: int, seeds: int) -> Stage:
@@ -159,7 +165,7 @@ def _cleaning(experiment: str, quick: bool, files: bool) -> Plan:
         _printed(experiment, small, 30 if quick else 1000, 1 if quick else 5),
         Stage(
             paper_task, _fair_methods(experiment, quick, own), "0.5s" if quick else "10s", settings=grid,
-            widen=0 if quick else 3,
+            widen=0 if quick else 3, alternating=not quick,
         ),
         2 if quick else 5,
         Stage(library, {"nhgd": "nhgd", "aid-cg-10": AID(CG(steps=10))}, "2s" if quick else "10s", seeds=2 if quick else 5),
@@ -206,7 +212,7 @@ def _distillation(experiment: str, quick: bool, files: bool) -> Plan:
         _printed(experiment, small, 30 if quick else 1000, 1 if quick else 5),
         Stage(
             paper_task, _fair_methods(experiment, quick, own), "0.5s" if quick else "10s", settings=grid,
-            widen=0 if quick else 3,
+            widen=0 if quick else 3, alternating=not quick,
         ),
         2 if quick else 5,
         Stage(library, {"nhgd": "nhgd", "aid-cg-10": AID(CG(steps=10))}, "2s" if quick else "10s", seeds=2 if quick else 5),
@@ -242,11 +248,11 @@ def _pde(experiment: str, quick: bool, files: bool) -> Plan:
     grid = {
         "solver.inner_lr": [3e-4, 3e-3] if quick else [1e-4, 3e-4, 1e-3, 3e-3, 1e-2],
         "outer_lr": [0.01, 0.03] if quick else [0.001, 0.003, 0.01, 0.03, 0.1],
-        "nhgd:solver.inner_lr": 1e-3,
+        "nhgd:solver.inner_lr": 1e-3,  # which natural steps do without
     }
     return Plan(
         Stage(task, theirs | ours, f"{steps} steps", seeds=1 if quick else 5, points=steps),
-        Stage(task, fair, "1.5s" if quick else "60s", settings=grid, widen=0 if quick else 3),
+        Stage(task, fair, "1.5s" if quick else "60s", settings=grid, widen=0 if quick else 3, alternating=not quick),
         2 if quick else 5,
         Stage(PDE.preset("quick" if quick else "default"), {"nhgd": "nhgd"}, "5s" if quick else "60s", seeds=2 if quick else 5),
         None,

@@ -11,8 +11,8 @@ from nhgd.comparison.formats import aligned, said
 HEARD = "runs had a warning"
 HEADS = {
     "cleaning": ("test_accuracy", "f1", "outer_loss"),
-    "distillation-5": ("test_accuracy", "outer_loss"),
-    "distillation-100": ("test_accuracy", "outer_loss"),
+    "distillation-5": ("test_accuracy", "loop_test_accuracy", "outer_loss"),
+    "distillation-100": ("test_accuracy", "loop_test_accuracy", "outer_loss"),
     "pde": ("true_objective", "true_objective_grid", "objective_net"),
 }
 
@@ -100,7 +100,7 @@ def own(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
 def _rows(
     found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], settings: bool
 ) -> tuple[list[str], list[list[str]]]:
-    names = HEADS[found["experiment"]]
+    names = [name for name in HEADS[found["experiment"]] if any(name in row.get("metrics", {}) for row in rows)]
     heads = [
         "method",
         *(name.replace("_", " ") for name in names),
