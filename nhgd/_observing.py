@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
 from nhgd._recording.accounting import Call, LayerCall
 from nhgd._recording.normalisation import NormCall
 from nhgd._recording.recorder import Recorder
+from nhgd._scaling import Scaling, all_finite
 from nhgd._surroundings import library_settings
 from nhgd._validation import check_seed, validated_but
 from nhgd.data.batch import Batch, first_bad, move
@@ -45,7 +47,9 @@ ASSUMED = "the mean over samples of weight one"  # of a loss of the user's own
 
 
 @validated_but("inverse")
-def observing(problem: Bilevel, inverse: str | AbstractInverse = "kfac", seed: int = 0) -> Observer:
+def observing(
+    problem: Bilevel, inverse: str | AbstractInverse = "kfac", seed: int = 0, scaler: GradScaler | None = None
+) -> Observer:
     """An inverse that learns from a training loop of the user's own, inside a `with` block.
 
     Args:
@@ -53,6 +57,8 @@ def observing(problem: Bilevel, inverse: str | AbstractInverse = "kfac", seed: i
         inverse: a name or an object, for example `nhgd.inverse.KFAC(damping=1e-3)`. One that learns nothing, such as "cg", is
             solved by products at the point of the hypergradient.
         seed: what dropout is drawn from in the hypergradient; a loop draws its own.
+        scaler: the `torch.amp.GradScaler` of the loop, if it has one: `scaler.scale(curvature.inner(batch)).backward()`.
+            Curvature and hypergradients are unscaled, and losses that overflow are not learnt from.
 
     >>> theta, v = torch.zeros(2, requires_grad=True), torch.tensor(0.0)
     >>> problem = Bilevel(
@@ -70,7 +76,7 @@ def observing(problem: Bilevel, inverse: str | AbstractInverse = "kfac", seed: i
     (3, torch.Size([]))
     """
     check_seed(seed)
-    return Observer(problem, resolve_inverse(inverse), seed)
+    return Observer(problem, resolve_inverse(inverse), seed, scaler)
 
 
 class Observer:
@@ -89,8 +95,9 @@ class Observer:
         state: of the inverse.
     """
 
-    def __init__(self, problem: Bilevel, inverse: AbstractInverse, seed: int) -> None:
+    def __init__(self, problem: Bilevel, inverse: AbstractInverse, seed: int, scaler: GradScaler | None = None) -> None:
         problem.refuse_inference()
+        problem.scaling = Scaling(scaler, problem.theta.device, grows=False)
         if problem.theta.shards is not None:
             raise InputError(
                 "observing does not support a theta divided by fully_shard, whose parameters Bilevel gathers, so that a loop"
@@ -158,6 +165,7 @@ class Observer:
             raise InputError(f"The inner batch contains nan or inf: {bad}. Remove or impute such samples first.")
         self._begin()
         self._asked = True
+        self.problem.scaling.refresh()
         with self._at_work():
             found = Objective(self.problem, batch).step(self._recorder_due() or NO_TAP, self.calls)
         self._passes.clear()
@@ -177,6 +185,7 @@ class Observer:
 
     def _observed(self, given: Losses) -> Tensor:
         self._begin()
+        self.problem.scaling.refresh()
         calls = [call for noted in self._passes for call in noted]
         self._passes.clear()
         self._own_loss = True
@@ -191,7 +200,7 @@ class Observer:
         recorder = self._recorder_due()
         if recorder is None:
             value, passes = given.mean(), 1
-            found = torch.autograd.grad(value, theta.leaves, retain_graph=True, materialize_grads=True)
+            found = self.problem.scaling.grad(value, theta.leaves, retain_graph=True, materialize_grads=True)
             gradient = list(found)
         else:
             with library_settings():
@@ -296,7 +305,11 @@ class Observer:
 
     def _end_of_backward(self) -> None:
         """Learn from the layers that a backward pass of the user's own went through."""
-        seen, self._scores = self._scores, []
+        scaling = self.problem.scaling
+        scaling.refresh()  # before the step that this backward pass is for: as the loss was scaled
+        seen, self._scores = [(call, scaling.unscaled(score)) for call, score in self._scores], []
+        if scaling.active and not all_finite(score for _, score in seen):
+            return  # the scaler will skip the step as well
         self._begin()
         self._own_loss = True
         self.calls.inner_gradients += 1

@@ -38,7 +38,8 @@ class Solution:
             learnt from samples that BatchNorm in training mode couples, else None; of `nhgd`, cross: the way in which the cross derivative
             is taken, how v was seen to enter the inner problem (role, source), the relative difference from the derivative of
             the gradient's graph on the batch where that was verified, and a note where that graph is needed; compile: whether
-            outer steps were repeated as captured work (taken: "graph" or "eager"), and why in a sentence; and stagnation: a sentence where `run` has got nowhere.
+            outer steps were repeated as captured work (taken: "graph" or "eager"), and why in a sentence; scaler: the scale of the losses, and how many passes
+            overflowed and were taken again, or None; and stagnation: a sentence where `run` has got nowhere.
         result: the name of the stop rule that ended the run: "steps", "budget", "plateau", that of a rule of the caller's, or
             "stopped" when the caller's own loop or `stop` ended it.
         metrics: the names of the metrics in the history.
@@ -125,6 +126,7 @@ def statistics(algorithm: AbstractAlgorithm, loop: Loop, history: list[Row], sec
         "poor_solves": sum(bool(row.get("poor_solve")) for row in history),
         "statistics": BATCH_OBJECTIVE if loop.batch_objective else None,
         "stagnation": None,
+        "scaler": loop.problem.scaling.summary(),
         **loop.remarks,
         "execution": {
             "name": executor.name,

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torch.amp.grad_scaler import GradScaler
+
 from nhgd import execution as executions
 from nhgd._callbacks import Callbacks, OnStep
 from nhgd._captured import Captured
@@ -53,6 +55,9 @@ class Solver:
             affect the moments of Adam for hundreds of steps.
         accumulate: micro-batches into which the batch of an inner step is divided, for memory: gradient, curvature and cross
             derivative are those of the whole batch. `nhgd` and `aid` do so.
+        scaler: a `torch.amp.GradScaler`, for functions under float16 autocast. Backward passes of both levels start from losses
+            times its scale; gradients, curvature and hypergradients are unscaled. A pass that overflows is not used: the
+            scale is lowered and the pass taken again, on the same batch. `stats["scaler"]` counts them.
         execution: where curvature is kept up to date: "inline", "thread", "stream", "device" or an executor.
         max_lag: how many records of inner steps may be pending before the inner loop waits.
         seed: of every random number the run draws. The caller's generators are left as they were.
@@ -98,6 +103,7 @@ class Solver:
         project_v: Projection = None,
         outer_clip: float | None = None,
         accumulate: int = 1,
+        scaler: GradScaler | None = None,
         execution: str | AbstractExecutor = "inline",
         max_lag: int | None = None,
         seed: int = 0,
@@ -133,6 +139,7 @@ class Solver:
             project_v,
             outer_clip,
             accumulate,
+            scaler,
         )
         randomness = Randomness(seed, problem.theta.device)
         with self._peers.informed():

@@ -8,14 +8,16 @@ and v may move between two calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from nhgd import _tape as tape
+from nhgd._randomness import set_states, states
 from nhgd._surroundings import library_settings
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
@@ -88,11 +90,15 @@ class Tap:
         run.
         """
         v = None if problem.v.root is not None else [leaf.detach() for leaf in problem.v.leaves]
-        losses = problem.losses(batch, None, v)
-        problem.note_weights(losses)
-        value = losses.mean()
-        found = torch.autograd.grad(value, problem.theta.leaves, allow_unused=True)
-        return Pass(losses, value.detach(), list(found))
+
+        def once() -> Pass:
+            losses = problem.losses(batch, None, v)
+            problem.note_weights(losses)
+            value = losses.mean()
+            found = problem.scaling.grad_once(value, problem.theta.leaves, allow_unused=True)
+            return Pass(losses, value.detach(), list(found))
+
+        return repeated(problem, once)
 
     def agree(self, reduction: Reduction) -> None:
         """Adopt what other workers found."""
@@ -105,6 +111,36 @@ class Tap:
 
 
 NO_TAP = Tap()
+Passed = TypeVar("Passed", bound=Pass)
+
+
+def repeated(
+    problem: Bilevel, once: Callable[[], Passed], made: Callable[[Passed], Iterable[Tensor | None]] | None = None
+) -> Passed:
+    """The pass of an inner step, taken again with a lower scale where its gradient, or what else it `made`, overflowed.
+
+    Buffers follow the pass that is used alone, and its dropout is that of the first.
+    """
+    scaling, device = problem.scaling, problem.theta.device
+    if not scaling.active:
+        return once()
+    drawn = states(device)
+    buffers = [*problem.theta.buffers(), *problem.v.buffers()]
+
+    def again() -> None:
+        set_states(drawn, device)
+        for buffer, copy in buffers:
+            buffer.copy_(copy)
+
+    def tensors(found: Passed) -> list[Tensor | None]:
+        if not bool(torch.isfinite(found.value)):
+            return []  # not for the scale
+        return [*found.data, *(() if made is None else made(found))]
+
+    found = scaling.taken(once, tensors, again)
+    if scaling.grows:
+        scaling.note(False)
+    return found
 
 
 @contextmanager
@@ -199,7 +235,7 @@ class Objective:
         with torch.enable_grad():
             term = self.term()
             with twice_differentiable():
-                gradient = torch.autograd.grad(
+                gradient = self.problem.scaling.grad(
                     term, self.problem.theta.leaves, create_graph=True, materialize_grads=True
                 )
         self.count(calls)
@@ -217,15 +253,12 @@ class Objective:
         pairs = [(g, a) for g, a in zip(graph, along, strict=True) if g.requires_grad]
         if not pairs:
             return [None] * len(wrt)
+        given, size = self.problem.scaling.sized([a for _, a in pairs])
         with twice_differentiable():
-            return torch.autograd.grad(
-                [g for g, _ in pairs],
-                wrt,
-                [a for _, a in pairs],
-                retain_graph=retain,
-                allow_unused=True,
-                is_grads_batched=several,
+            found = self.problem.scaling.grad(
+                [g for g, _ in pairs], wrt, given, retain_graph=retain, allow_unused=True, is_grads_batched=several
             )
+        return found if size is None else [None if f is None else f * size for f in found]
 
     def count(self, calls: OracleCalls | None, passes: int = 1) -> None:
         """Gradients on this batch, once its losses are known."""
@@ -265,7 +298,7 @@ class Objective:
     def gradient(self, calls: OracleCalls | None = None) -> Tensor:
         """Its gradient in theta, (D,)."""
         with self.drawing(twice=False), torch.enable_grad():
-            found = torch.autograd.grad(self.term(), self.problem.theta.leaves, allow_unused=True)
+            found = self.problem.scaling.grad(self.term(), self.problem.theta.leaves, allow_unused=True)
         self.count(calls)
         return self.summed([self.problem.theta.flatten(found)])[0]
 
@@ -294,7 +327,9 @@ class Objective:
             losses = self._per_sample()
             scores = self._push_forward(losses.values, vector)  # (B,)
             weights = 1.0 if losses.weights is None else losses.weights.detach()
-            found = torch.autograd.grad(losses.values, theta.leaves, weights * scores / len(scores), allow_unused=True)
+            found = self.problem.scaling.grad(
+                losses.values, theta.leaves, weights * scores / len(scores), allow_unused=True
+            )
         return theta.flatten(found)
 
     def ggn(self, vector: Tensor) -> Tensor:
@@ -314,7 +349,7 @@ class Objective:
             )
             if losses.weights is not None:
                 bent = bent * losses.weights.detach().reshape(-1, *[1] * (bent.ndim - 1))
-            found = torch.autograd.grad(outputs, theta.leaves, bent / len(losses.values), allow_unused=True)
+            found = self.problem.scaling.grad(outputs, theta.leaves, bent / len(losses.values), allow_unused=True)
         return theta.flatten(found)
 
     def _per_sample(self) -> Losses:

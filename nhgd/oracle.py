@@ -137,7 +137,7 @@ class Oracle:
             value = self._outer.term()
             found: Sequence[Tensor | None] = [None] * (len(theta.leaves) + len(v.leaves))
             if value.requires_grad:
-                found = torch.autograd.grad(value, (*theta.leaves, *v.leaves), allow_unused=True)
+                found = self.problem.scaling.grad(value, (*theta.leaves, *v.leaves), allow_unused=True)
         self.calls.outer_gradients += 1
         split = len(theta.leaves)
         in_v = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found[split:], v.leaves, strict=True)]
@@ -177,7 +177,7 @@ class Oracle:
         for objective, share in zip(self.objectives, self.shares, strict=True):
             with objective.drawing(twice=False), torch.enable_grad():
                 term = objective.term()
-                found = torch.autograd.grad(term, wrt, allow_unused=True)
+                found = self.problem.scaling.grad(term, wrt, allow_unused=True)
             objective.count(self.calls)
             value.add_(term.detach(), alpha=share)
             for t, f in zip(total, found, strict=False):
@@ -194,7 +194,9 @@ class Oracle:
         for objective, share in zip(self.objectives, self.shares, strict=True):
             with objective.drawing(twice=False), torch.enable_grad():
                 term = objective.term(theta)
-                found = torch.autograd.grad(term, v, allow_unused=True) if term.requires_grad else (None,) * len(v)
+                found = (
+                    self.problem.scaling.grad(term, v, allow_unused=True) if term.requires_grad else (None,) * len(v)
+                )
             objective.count(self.calls)
             for t, f in zip(total, found, strict=True):
                 if f is not None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from nhgd import _tape as tape
 from nhgd._kernels import differentiable_kernels
 from nhgd._randomness import seeded
+from nhgd._scaling import NOT_SCALED, Scaling
 from nhgd._surroundings import user_settings
 from nhgd._tree import map_tensors
 from nhgd._validation import shown, validated_but
@@ -89,6 +90,7 @@ class Bilevel:
             )
         self.l2 = l2
         self.likelihood = resolve_likelihood(likelihood)
+        self.scaling: Scaling = NOT_SCALED  # of backward passes
         self._lowest: Tensor | None = None  # weight of those heeded
         self._ridge: tuple[float, float] | None = None  # l2, and its Hessian
         shared = {t.untyped_storage().data_ptr() for t in self.theta.leaves if t.numel()}

@@ -29,6 +29,7 @@ ORDER = """
     errors
     _validation _path _tape _html
     _kernels _registry _duration ridge stop schedule _memory _progress _callbacks _interruption _randomness _stagnation _surroundings
+    _scaling
     _tree
     plot
     data likelihood

@@ -18,6 +18,8 @@ def refusal(algorithm: AbstractAlgorithm, loop: Loop) -> str | None:
         return "micro-batches are passed over one by one"
     if why is not None:
         return why
+    if problem.scaling.active:
+        return "the loss scale follows from what the host reads of each pass"
     if loop.inverse is not None and not _is_repeatable(loop.inverse):
         return f"the work of {label(loop.inverse)} depends on values it computes"
     if not isinstance(loop.executor, Inline) or loop.division.workers > 1:

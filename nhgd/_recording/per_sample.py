@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nhgd._randomness import generators_restored, set_states, state_bytes, states
+from nhgd._scaling import Scaling
 from nhgd._tree import map_tensors, named_tensors
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
@@ -63,7 +64,11 @@ class OneSampleGradients:
             if not self.slow:
                 before = states(self.problem.theta.device)
                 try:
-                    rows = self._vectorised(batch, names, seeds)
+                    rows = self.problem.scaling.taken(
+                        lambda: self._vectorised(batch, names, seeds),
+                        lambda found: [found],
+                        lambda: set_states(before, self.problem.theta.device),
+                    )
                 except (RuntimeError, ValueError, NotImplementedError) as error:
                     if isinstance(error, InputError):
                         raise
@@ -86,7 +91,7 @@ class OneSampleGradients:
         assert source is not None
         unit = torch.ones_like(losses.values)
         found = [
-            torch.cat([_pulled(source, chosen, column, some) for some in _pieces(len(unit))])
+            torch.cat([_pulled(self.problem.scaling, source, chosen, column, some) for some in _pieces(len(unit))])
             for column in ([unit] if seeds is None else seeds)
         ]
         return _weighted(torch.stack(found).to(_precision(theta.dtype)), losses)
@@ -136,15 +141,22 @@ class OneSampleGradients:
             full = [chosen.get(n, leaf.detach()) for n, leaf in zip(theta.names, theta.leaves, strict=True)]
             return _scalar(self.problem.losses(one, theta=full), seed)
 
+        # A loss of one sample is as many times as large as its part of the mean, for which the scale is.
+        scaling = self.problem.scaling
+        factor = scaling.scale / samples
+
+        def scaled(chosen: dict[str, Tensor], rows: dict[str, Tensor], seed: Tensor | None) -> Tensor:
+            return loss(chosen, rows, seed) * factor if scaling.active else loss(chosen, rows, seed)
+
         chosen = {n: leaf.detach() for n, leaf in zip(theta.names, theta.leaves, strict=True) if n in names}
         dtype = _precision(theta.dtype)
         found = []
         for seed in [None] if seeds is None else seeds:
             dims = (None, 0, None if seed is None else 0)
-            per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=dims, randomness="different")
+            per_sample = torch.func.vmap(torch.func.grad(scaled), in_dims=dims, randomness="different")
             grads = per_sample(chosen, mapped, seed)
             found.append(torch.cat([grads[name].reshape(samples, -1).to(dtype) for name in names], dim=1))
-        return torch.stack(found).detach()
+        return torch.stack(found).detach() / factor if scaling.active else torch.stack(found).detach()
 
     def _one_by_one(self, batch: Batch, names: tuple[str, ...], seeds: Tensor | None) -> Tensor:
         """(K, B, D_other)."""
@@ -155,7 +167,7 @@ class OneSampleGradients:
         def row(i: int, seed: Tensor | None) -> Tensor:
             with torch.enable_grad():
                 scalar = _scalar(self.problem.losses(_only(batch, i, samples)), None if seed is None else seed[i])
-                found = torch.autograd.grad(scalar, chosen, materialize_grads=True, allow_unused=True)
+                found = self.problem.scaling.grad(scalar, chosen, materialize_grads=True, allow_unused=True)
             return torch.cat([g.reshape(-1).to(dtype) for g in found])
 
         columns = [None] if seeds is None else seeds
@@ -166,15 +178,15 @@ def _pieces(samples: int) -> list[range]:
     return [range(first, min(first + TOGETHER, samples)) for first in range(0, samples, TOGETHER)]
 
 
-def _pulled(source: Tensor, chosen: Sequence[Tensor], column: Tensor, some: range) -> Tensor:
+def _pulled(scaling: Scaling, source: Tensor, chosen: Sequence[Tensor], column: Tensor, some: range) -> Tensor:
     """Gradients of some samples' entries of a tensor along a column, (len(some), D_chosen)."""
     along = source.new_zeros(len(some), *source.shape)
     along[torch.arange(len(some)), torch.arange(some.start, some.stop)] = column[some.start : some.stop].to(along.dtype)
     found: Sequence[Tensor | None]
     try:
-        found = torch.autograd.grad(source, chosen, along, retain_graph=True, allow_unused=True, is_grads_batched=True)
+        found = scaling.grad(source, chosen, along, retain_graph=True, allow_unused=True, is_grads_batched=True)
     except RuntimeError:  # some operation cannot be vectorised
-        single = [torch.autograd.grad(source, chosen, a, retain_graph=True, materialize_grads=True) for a in along]
+        single = [scaling.grad(source, chosen, a, retain_graph=True, materialize_grads=True) for a in along]
         found = [torch.stack(grads) for grads in zip(*single, strict=True)]
     parts = [
         along.new_zeros(len(some), leaf.numel()) if g is None else g.reshape(len(some), -1)

@@ -24,7 +24,7 @@ from nhgd._recording.verification import Verification
 from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.losses import Losses
-from nhgd.objective import Objective, OracleCalls, Pass, Tap
+from nhgd.objective import Objective, OracleCalls, Pass, Tap, repeated
 from nhgd.problem import Bilevel
 from nhgd.record import (
     BatchGradient,
@@ -137,6 +137,23 @@ class Recorder(Tap):
         """
         if self.taps.layers:
             self.verification.before_record()
+        found = repeated(
+            self.problem, lambda: self._watched(batch, weighing, gradient, along, recording), TappedPass.arrived
+        )
+        if found.due:
+            self.verification.verify(found, batch)
+        self.verification.note(found, found.data if found.own is None else found.own)
+        return found
+
+    def _watched(
+        self,
+        batch: Batch,
+        weighing: SeedRule | None,
+        gradient: bool,
+        along: Sequence[Tensor] | None,
+        recording: bool,
+    ) -> TappedPass:
+        """The pass, before its layers are verified if that is still due."""
         found = self.taps.forward(batch, in_v=weighing is not None)
         self.problem.note_weights(found.losses)
         if weighing is not None and not found.batch_objective:
@@ -148,11 +165,9 @@ class Recorder(Tap):
             self.verification.verify(found, batch)
         needed = gradient or not found.is_plain
         keep = gradient and self._needs_graph(found)
-        arrivals = None if due and not before else self._arrivals(found, needed, along, recording)
+        found.due = due and not before
+        arrivals = None if found.due else self._arrivals(found, needed, along, recording)
         self._differentiate(found, keep, needed, arrivals)
-        if due and not before:
-            self.verification.verify(found, batch)
-        self.verification.note(found, found.data if found.own is None else found.own)
         return found
 
     def _arrivals(
@@ -186,7 +201,7 @@ class Recorder(Tap):
         if not takers:
             return None
         of_leaves = [] if recording else list(range(found.of_leaves.start, len(found.edges)))
-        return Arrivals(found, [*in_calls, *of_leaves], takers, gradient, drop=not roots)
+        return Arrivals(found, [*in_calls, *of_leaves], takers, gradient, not roots, self.problem.scaling)
 
     def _parts(self, found: TappedPass, scale: Tensor) -> LayerParts | None:
         """What a record takes of each layer where its score arrives; None if that is the whole."""
@@ -219,7 +234,8 @@ class Recorder(Tap):
         found = self.taps.seen(losses, calls, drawn=True)
         self.problem.note_weights(losses)
         self.verification.verify(found, None)
-        self._differentiate(found, keep=True)
+        scaling = self.problem.scaling
+        scaling.taken(lambda: self._differentiate(found, keep=True), lambda _: [*found.data, *found.arrived()])
         self.verification.note(found, found.data if found.own is None else found.own)
         return found
 
@@ -238,14 +254,15 @@ class Recorder(Tap):
             given: Sequence[Tensor | None] = ()
             if wrt or edges:
                 with nullcontext() if arrivals is None else arrivals.awaited():
-                    given = torch.autograd.grad(
+                    given = self.problem.scaling.grad_once(
                         source, (*wrt, *edges), found.seeds, allow_unused=True, retain_graph=keep or None
                     )
             if wrt:
                 found.data = list(given[: len(leaves)])
             found.scores = given[len(wrt) :] if arrivals is None else arrivals.kept(given[len(wrt) :])
         else:
-            found.data = list(torch.autograd.grad(value, leaves, allow_unused=True, retain_graph=True))
+            scaling = self.problem.scaling
+            found.data = list(scaling.grad_once(value, leaves, allow_unused=True, retain_graph=True))
             self._hold_constant(found, constant, keep)
         found.value = value.detach()
 
@@ -285,7 +302,8 @@ class Recorder(Tap):
         given: Sequence[Tensor | None] = [None] * (len(leaves) + len(found.edges))
         if constant.requires_grad:
             wrt: Any = (*leaves, *found.edges)
-            given = torch.autograd.grad(constant, wrt, allow_unused=True, retain_graph=keep or None)
+            keep = keep or self.problem.scaling.active
+            given = self.problem.scaling.grad_once(constant, wrt, allow_unused=True, retain_graph=keep or None)
         found.own, found.scores = list(given[: len(leaves)]), given[len(leaves) :]
         found.passes += not self._takes_roots(found)  # otherwise only the first record takes them, as a fallback
 
@@ -312,7 +330,7 @@ class Recorder(Tap):
             return BatchGradient(row * (0.0 if weight == 0 else (samples / weight) ** 0.5), None, samples)
         seeds, columns = self._columns(found, reduction)
         self.batch_objective = found.batch_objective
-        scale = scale_of(losses, seeds is not None, found.batch_objective)
+        scale = self._scale_of(found, seeds)
         folded: list[FoldedLayer] = []
         if found.parts is None:
             layers = self.verification.accounted(self.taps.layer_records(found.calls, columns, scale))
@@ -373,7 +391,7 @@ class Recorder(Tap):
         """The roots of the likelihood in output space, (K, B, ...), or None; and the scores of each, or of the
         losses.
         """
-        losses = found.losses
+        losses, scaling = found.losses, self.problem.scaling
         if losses.outputs is None:
             self.roots.fall_back()
         likelihood = self.roots.likelihood
@@ -399,17 +417,38 @@ class Recorder(Tap):
                 along = seeds * factors.reshape(*factors.shape, *[1] * (seeds.ndim - 2))
             arrivals = None
             if reduction is None and len(along) == 1 and found.is_plain and tape.tape() is None:
-                scale = scale_of(losses, True, found.batch_objective)
-                parts = self._parts(found, scale)
+                parts = self._parts(found, self._scale_of(found, seeds))
                 if parts is not None:
-                    arrivals = Arrivals(found, range(len(found.calls)), [parts.take], all_needed=False)
+                    arrivals = Arrivals(
+                        found, range(len(found.calls)), [parts.take], False, not scaling.active, scaling
+                    )
             if arrivals is not None:
-                with arrivals.awaited():
-                    given = torch.autograd.grad(outputs, arrivals.edges, along[0], allow_unused=True, retain_graph=True)
-                return seeds, [arrivals.kept(given)]
+                return seeds, [self._awaited(arrivals, outputs, along[0], parts)]
+            part, edges = self._part(seeds), found.edges
             return seeds, [
-                torch.autograd.grad(outputs, found.edges, seed, allow_unused=True, retain_graph=True) for seed in along
+                scaling.grad(outputs, edges, seed, retain_graph=True, part=part, allow_unused=True) for seed in along
             ]
+
+    def _part(self, seeds: Tensor | None) -> int:
+        """What roots are divided by in their pass: a scale suits the mean loss, of which a sample is but a part."""
+        return 1 if seeds is None or not self.problem.scaling.active else seeds.shape[1]
+
+    def _scale_of(self, found: TappedPass, seeds: Tensor | None) -> Tensor:
+        scale, part = scale_of(found.losses, seeds is not None, found.batch_objective), self._part(seeds)
+        return scale if part == 1 else scale * part
+
+    def _awaited(self, arrivals: Arrivals, outputs: Tensor, seed: Tensor, parts: LayerParts | None) -> Scores:
+        """The scores of a root, used where they arrive."""
+
+        def once() -> list[Tensor | None]:
+            with arrivals.awaited():
+                given = self.problem.scaling.grad_once(
+                    outputs, arrivals.edges, seed, True, part=self._part(seed[None]), allow_unused=True
+                )
+            return arrivals.kept(given)
+
+        taken = self.problem.scaling.taken
+        return taken(once, lambda found: [*found, *(() if parts is None else parts.tensors())])
 
     def _joined(self, layers: Sequence[LayerRecord], others: tuple[str, ...], rows: Tensor | None) -> Tensor:
         """The rows of all parameters, (K B, D)."""

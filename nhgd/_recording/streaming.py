@@ -22,6 +22,7 @@ from nhgd._recording.accounting import Call, LayerCall
 from nhgd._recording.leaf_call import LeafCall
 from nhgd._recording.sampling import Drawn
 from nhgd._recording.taps import TappedPass, Taps
+from nhgd._scaling import NOT_SCALED, Scaling
 from nhgd.record import FoldedLayer, LayerRecord
 
 Taken = LayerRecord | FoldedLayer
@@ -105,6 +106,11 @@ class LayerParts:
             found = FoldedLayer(layer.weight, layer.bias, self.fold(layer, self.weights, len(self.scale)))
         self._taken[position] = found
 
+    def tensors(self) -> list[Tensor]:
+        """What was taken so far."""
+        whole = [t for x in self._taken.values() if isinstance(x, LayerRecord) for g in x.raw_scores for t in g]
+        return whole + [t for x in self._taken.values() if isinstance(x, FoldedLayer) for t in x.sums]
+
     def layers(self) -> tuple[list[LayerRecord], list[FoldedLayer]]:
         """The layers in the order of their calls, whole or folded. A score that did not come is 0."""
         for position in self._numbers:
@@ -151,6 +157,7 @@ class Arrivals:
         takers: what uses each score, in order.
         all_needed: whether the gradient of every parameter is taken, so that the node of each of these calls runs.
         drop: whether inputs are dropped with their scores.
+        scaling: of the pass.
     """
 
     def __init__(
@@ -160,8 +167,10 @@ class Arrivals:
         takers: Sequence[Taker],
         all_needed: bool = True,
         drop: bool = True,
+        scaling: Scaling = NOT_SCALED,
     ) -> None:
         self.found = found
+        self.scaling = scaling
         self.takers = takers
         self.drop = drop
         self.positions = set(positions)
@@ -193,7 +202,7 @@ class Arrivals:
     def _arrive(self, position: int, output: int, scores: Sequence[Tensor | None]) -> None:
         score = scores[output]
         if score is not None:
-            self._use(position, score)
+            self._use(position, self.scaling.unscaled(score.detach()))
 
     def _use(self, position: int, score: Tensor) -> None:
         with torch.no_grad():

@@ -73,6 +73,7 @@ class TappedPass(Pass):
         seeds: the factors of the losses in the backward pass, if they are not the weights over B.
         products: of the scores with a vector, if they were taken where the scores arrived.
         parts: of the layers, likewise.
+        due: whether its layers are still to be verified.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -90,6 +91,12 @@ class TappedPass(Pass):
     seeds: Tensor | None = None
     products: Products | None = None
     parts: LayerParts | None = None
+    due: bool = False
+
+    def arrived(self) -> list[Tensor | None]:
+        """What the backward pass gave besides the gradient."""
+        products = [] if self.products is None else [self.products.total]
+        return [*self.scores, *products, *(() if self.parts is None else self.parts.tensors())]
 
     @property
     def edges(self) -> list[Any]:

@@ -107,7 +107,7 @@ class Weighing:
         """
         with torch.enable_grad(), self.problem.kernels(), twice_differentiable():
             value, leaves = objective.losses().mean(), self.problem.theta.leaves
-            gradient = torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True)
+            gradient = self.problem.scaling.grad(value, leaves, create_graph=True, materialize_grads=True)
         return list(objective.pull_back(gradient, along, self.problem.v.leaves))
 
     def in_forward_mode(self, batch: Batch, along: Sequence[Tensor]) -> Terms | None:
@@ -136,6 +136,7 @@ class Weighing:
     def _in_forward_mode(self, batch: Batch, along: Sequence[Tensor]) -> Terms | None:
         problem = self.problem
         with torch.enable_grad(), forward_ad.dual_level():
+            along, size = problem.scaling.sized(along)
             pairs = zip(problem.theta.leaves, along, strict=True)
             theta = [torch._make_dual(leaf.detach(), x.contiguous(), level=0) for leaf, x in pairs]
             losses = problem.losses(batch, theta, problem.v.leaves)
@@ -148,7 +149,8 @@ class Weighing:
             if weights.tangent is not None and bool(weights.tangent.ne(0).any()):
                 return None
             tangent = torch.zeros_like(values.primal) if values.tangent is None else values.tangent
-            return self.pulled(weights.primal, tangent.detach())
+            products = tangent.detach().to(torch.promote_types(tangent.dtype, torch.float32))
+            return self.pulled(weights.primal, products if size is None else products * size)
 
     def from_scores(self, found: TappedPass, along: Sequence[Tensor]) -> Tensor | None:
         """<s_i, x> for every sample, (B,), from the layers of a seeded pass; None if they are not the whole
@@ -167,7 +169,8 @@ class Weighing:
         for i, score in enumerate(found.scores):  # those that were not used where they arrived
             if score is not None and i not in of_norms:
                 products.take(i, score)
-        return None if products.coarse else products.total / found.seeds
+        coarse = products.coarse or self.problem.scaling.coarse
+        return None if coarse else products.total / found.seeds
 
     def seeded(self, losses: Losses) -> tuple[Losses, Tensor | None]:
         """Seeds w_i / B of a backward pass that shows the gradient of every sample, if v only weighs samples.

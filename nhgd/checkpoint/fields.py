@@ -211,6 +211,21 @@ _RECORDER = schema.record(
     batch_objective=schema.flag,
 )
 
+_SCALER = schema.record(
+    overflows=schema.count,
+    scale=schema.number,
+    growth_factor=schema.number,
+    backoff_factor=schema.number,
+    growth_interval=schema.count,
+    _growth_tracker=schema.count,
+)
+
+
+def _no_scaler(value: Any, where: str) -> None:
+    if value is not None:
+        raise schema.Misfit(where, "nothing, because no scaler is given")
+
+
 LOOP: tuple[Field[Loop], ...] = (
     _variable("theta", lambda loop: loop.problem.theta),
     _variable("v", lambda loop: loop.problem.v),
@@ -223,6 +238,12 @@ LOOP: tuple[Field[Loop], ...] = (
         _put_curvature,
     ),
     Field("recorder", lambda loop: loop.recorder_memory(), lambda _: schema.optional(_RECORDER), _put_recorder),
+    Field(
+        "scaler",
+        lambda loop: loop.problem.scaling.state(),
+        lambda loop: _SCALER if loop.problem.scaling.active else _no_scaler,
+        lambda loop, saved: loop.problem.scaling.restore(saved),
+    ),
     _numbers("clock", lambda loop: loop.clock),
     _numbers("calls", lambda loop: loop.calls),
     # Streams come last: they restore their position by drawing batches again.

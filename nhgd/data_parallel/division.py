@@ -161,7 +161,7 @@ def is_mean_of_parts(problem: Bilevel, level: Level, batch: Batch, own: Batch, s
     def measured(given: Batch) -> list[Tensor]:
         with torch.enable_grad():
             value = problem.losses(given).mean() if level == "inner" else problem.outer_value(given)
-            found = torch.autograd.grad(value, wrt, allow_unused=True) if value.requires_grad else [None] * len(wrt)
+            found = problem.scaling.grad(value, wrt, allow_unused=True) if value.requires_grad else [None] * len(wrt)
         return [value.detach(), *(torch.zeros_like(p) if g is None else g for p, g in zip(wrt, found, strict=True))]
 
     with Randomness(0, problem.theta.device).scope(), problem.guarded():

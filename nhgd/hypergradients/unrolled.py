@@ -75,7 +75,7 @@ def through(
         for batch, rate in zip(batches, sizes, strict=True):
             objective = Objective(problem, batch)
             value = objective.term(theta)
-            gradient = torch.autograd.grad(value, theta, create_graph=True, materialize_grads=True)
+            gradient = problem.scaling.grad(value, theta, create_graph=True, materialize_grads=True)
             if rule is not None:
                 theta = rule.step(theta, gradient, rate)
             elif rate is not None:
@@ -89,7 +89,7 @@ def through(
         with problem.guarded(seed):
             value = problem.outer_value(outer_batch, theta)
             with twice_differentiable():
-                found = torch.autograd.grad(value, problem.v.leaves, materialize_grads=True)
+                found = problem.scaling.grad(value, problem.v.leaves, materialize_grads=True)
     calls.outer_gradients += 1
     calls.cross += len(losses)
     calls.hvps += max(len(losses) - 1, 0)
@@ -162,7 +162,7 @@ class Unrolled(AbstractHypergradient):
         with problem.guarded(seed + 1), torch.enable_grad():
             for batch in first:
                 objective = Objective(problem, batch)
-                gradient = torch.autograd.grad(objective.term(theta), theta, materialize_grads=True)
+                gradient = problem.scaling.grad(objective.term(theta), theta, materialize_grads=True)
                 theta = [(p - lr * g).detach().requires_grad_() for p, g in zip(theta, gradient, strict=True)]
                 objective.count(calls)
             found = through(problem, theta, last, learnt or [lr] * kept, outer_batch, seed, calls)

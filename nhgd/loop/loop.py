@@ -21,6 +21,7 @@ from nhgd._recording.lagged_cross import LaggedCross
 from nhgd._recording.recognition import Recognition, recognise
 from nhgd._recording.recorder import Recorder
 from nhgd._recording.weighing import Weighing
+from nhgd._scaling import Scaling
 from nhgd._tree import map_tensors
 from nhgd.data.batch import Batch, move
 from nhgd.data.loader import Data
@@ -73,6 +74,7 @@ class Loop:
     ) -> None:
         device = problem.theta.device
         self.problem = problem
+        problem.scaling = self._scaling(settings, device)
         self.settings = settings
         self.inner = BatchStream(inner_data, "inner_data", device)
         self.outer = BatchStream(outer_data, "outer_data", device)
@@ -98,6 +100,18 @@ class Loop:
     def learnt_rate(self) -> Learnt | None:
         """The inner step size, if it is a function of v."""
         return self.settings.inner_lr if isinstance(self.settings.inner_lr, Learnt) else None
+
+    def _scaling(self, settings: LoopSettings, device: torch.device) -> Scaling:
+        """Of the backward passes of the run."""
+        scaling = Scaling(settings.scaler, device)
+        for variable in (self.problem.theta, self.problem.v):
+            coarse = [n for n, t in zip(variable.names, variable.leaves, strict=True) if t.dtype is torch.float16]
+            if coarse and scaling.active:
+                raise InputError(
+                    f"A scaler needs gradients of float32, but {coarse[0]!r} is of float16. Keep the parameters in float32, and"
+                    " run the model under torch.autocast(..., dtype=torch.float16)."
+                )
+        return scaling
 
     def _inner_rate(self) -> Rate | None:
         """The inner step size as a number that follows the clock; a learnt one follows v."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from nhgd._validation import fitted, number, positive, shown
@@ -30,6 +31,7 @@ class LoopSettings:
     project_v: Projection = None
     outer_clip: float | None = None
     accumulate: int = 1
+    scaler: GradScaler | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "project", _radius(self.project))
