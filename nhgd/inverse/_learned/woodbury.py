@@ -1,6 +1,7 @@
 """Updates of an inverse A = M^{-1} in place, as M <- (1 - g) M + g R^T R, without inverting.
 
-All of them end in A <- scale A - W^T W, which is one pass over A on a GPU with Triton.
+All of them begin with products R A and end in A <- scale A - W^T W, each of which is one pass over A. On a GPU with Triton they
+read one half of A, which is symmetric.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 BLOCK = 512  # rows and columns
 FEW = 64  # rows: with more of them, a matrix product is faster than the kernel
+FEW_PRODUCTS = 3  # rows: the same for products, where the kernel has half of the array to read
 
 
 @cache
@@ -43,6 +45,15 @@ def subtract_outer(matrix: Tensor, roots: Tensor, scale: float) -> None:
         matrix.add_(matrix.T.clone()).mul_(0.5)
 
 
+def products(matrix: Tensor, rows: Tensor) -> Tensor:
+    """R A, (n, D), for R (n, D) and a symmetric A."""
+    view = by_rows(matrix)
+    if matrix.is_cuda and len(rows) <= FEW_PRODUCTS and view is not None and _kernel() is not None:
+        found: Tensor = _kernel().products(view, rows.contiguous())
+        return found
+    return rows @ matrix if len(rows) > 1 else torch.mv(matrix, rows[0])[None]
+
+
 def by_rows(symmetric: Tensor) -> Tensor | None:
     """The same memory as a contiguous array, whose columns may lie together, as LAPACK leaves them; None if it has gaps."""
     return next((view for view in (symmetric, symmetric.T) if view.is_contiguous()), None)
@@ -68,10 +79,10 @@ def fold_row(inverse: Tensor, row: Tensor, gain: float) -> Tensor:
     """
     keep = 1 - gain
     # With p = A r / (1 - g): A / (1 - g) - p p^T / (1 / g + p.r). Few kernels, because each costs more than it computes.
-    product = torch.addmv(row, inverse, row, beta=0, alpha=1 / keep)
+    product = products(inverse, row[None])[0].div_(keep)
     both = torch.stack([product, row]) @ row
     small = both[0] + 1 / gain
-    root = product * small.rsqrt()
+    root = product.mul_(small.rsqrt())
     subtract_outer(inverse, root[None], 1 / keep)
     return torch.stack([both[1], small, *torch.aminmax(inverse.diagonal())])
 
@@ -81,7 +92,7 @@ def fold_rows(inverse: Tensor, rows: Tensor, gain: float) -> list[float]:
     if len(rows) > rows.shape[1]:
         _, rows = torch.linalg.qr(rows, mode="r")  # the same R^T R in D rows
     keep = 1 - gain
-    product = rows @ inverse  # R A, (n, D)
+    product = products(inverse, rows)  # R A, (n, D)
     small = (product @ rows.T).mul_(gain / keep)
     small.diagonal().add_(1.0)
     factor, info = torch.linalg.cholesky_ex(small)
@@ -95,25 +106,28 @@ def fold_rows(inverse: Tensor, rows: Tensor, gain: float) -> list[float]:
 def fold_steps(inverse: Tensor, rows: Tensor, gains: Sequence[float]) -> Tensor:
     """The updates by the rows (n, D) one after another, in place, each with its gain, in one pass over A.
 
-    A is read once for A R^T and updated once; between them everything happens in n vectors. With c_k = 1 / (1 - g_k),
+    With K_k = (1 - g_1) ... (1 - g_k), all of them together are
 
-        p_k = c_k A_k r_k,     w_k = p_k / sqrt(1 / g_k + p_k.r_k),     A_{k+1} = c_k A_k - w_k w_k^T
+        M_n = K_n (M + R^T diag(g_k / K_k) R),       A_n = (A - V^T V) / K_n,       V = L^{-1} R A
+
+    where L L^T = R A R^T + diag(K_k / g_k). The leading k rows of V belong to the first k updates: A_k = (A - V_k^T V_k) / K_k, and
+    what update k divides by is L_kk^2 / K_k. So A is read once for R A and updated once, with few operations between.
 
     Returns what `fold_row` does for each of the rows, (n, 4).
     """
-    product = rows @ inverse  # (n, D)
-    diagonal = inverse.diagonal().clone()
-    roots = torch.zeros_like(rows)
-    total, found = 1.0, []
-    for k, gain in enumerate(gains):
-        keep = 1 - gain
-        row, before = rows[k], roots[:k]
-        p = torch.addmv(product[k], before.T, before @ row, beta=total / keep, alpha=-1 / keep)
-        small = p @ row + 1 / gain
-        roots[:k].mul_(keep**-0.5)
-        roots[k] = p * small.rsqrt()
-        total /= keep
-        diagonal = diagonal / keep - roots[k].square()
-        found.append(torch.stack([row @ row, small, *torch.aminmax(diagonal)]))
-    subtract_outer(inverse, roots, total)
-    return torch.stack(found)
+    kept, kept_over_gain, left = [], [], 1.0
+    for gain in gains:
+        left *= 1 - gain
+        kept.append(left)
+        kept_over_gain.append(left / gain)
+    numbers = torch.tensor([kept, kept_over_gain], dtype=inverse.dtype).to(inverse.device, non_blocking=True)
+    product = products(inverse, rows)  # (n, D)
+    small = product @ rows.T
+    small.diagonal().add_(numbers[1])
+    factor, info = torch.linalg.cholesky_ex(small)
+    v = torch.linalg.solve_triangular(factor, product, upper=False)
+    diagonals = (inverse.diagonal() - v.square().cumsum(0)) / numbers[0, :, None]  # of all A_k
+    divisors = factor.diagonal().square() / numbers[0]
+    divisors = torch.where((info > 0) & (torch.arange(len(rows), device=info.device) >= info - 1), 0.0, divisors)
+    subtract_outer(inverse, v.mul_(left**-0.5), 1 / left)
+    return torch.stack([rows.square().sum(1), divisors, *torch.aminmax(diagonals, dim=1)], dim=1)
