@@ -89,7 +89,7 @@ class Basis(NamedTuple):
         def solve(b: Tensor) -> Tensor:
             x = b / extra
             for q_g, q_a, change in parts:
-                if _scores_first(out, into, *change.shape[1:]):
+                if scores_first(out, into, *change.shape[1:]):
                     x += q_g @ ((((q_g.mT @ b) @ q_a) * change) @ q_a.mT)
                 else:
                     x += (q_g @ ((q_g.mT @ (b @ q_a)) * change)) @ q_a.mT
@@ -127,7 +127,7 @@ def staircase(rows: Sequence[int], out: int, most: int = 4) -> list[tuple[int, i
     return found[1]
 
 
-def _scores_first(out: int, into: int, rows: int, columns: int) -> bool:
+def scores_first(out: int, into: int, rows: int, columns: int) -> bool:
     """Whether it is cheaper to rotate the rows of a block first."""
     return rows * into * (out + columns) <= columns * out * (into + rows)
 
