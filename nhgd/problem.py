@@ -324,6 +324,7 @@ class Bilevel:
             # Without the ridge, which always depends on theta.
             in_theta = _gradients(data, self.theta.leaves)
             in_v = _gradients(data + self.ridge() + (0.0 if rate is None else self.rate(rate)), self.v.leaves)
+            del losses, data  # with their graph, before that of the outer loss is made
             value = self._on("outer", outer_batch, self.outer_value)
             if not bool(torch.isfinite(value)):
                 raise InputError(f"The outer loss is {value.item()} at the starting point.")

@@ -124,7 +124,9 @@ def test_a_run_solves_together(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(0)
         problem, batch = weighing(deep(), normal(16, 6))
         inverse = KFAC(effort=Effort(every=2, invert_every=2, invert_at=(1,)), damping=1e-3)
-        solver = nhgd.Solver(problem, [batch], [batch], method=nhgd.algorithm.NHGD(inverse), inner_steps=3, outer_lr=0.1)
+        solver = nhgd.Solver(
+            problem, [batch], [batch], method=nhgd.algorithm.NHGD(inverse), inner_steps=3, outer_lr=0.1
+        )
         solver.run(steps=4)
         found.append(problem.v.flat())
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-10)

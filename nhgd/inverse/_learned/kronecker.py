@@ -24,8 +24,8 @@ from nhgd.inverse._learned.layer_ridge import ITERATIONS, LayerRidge
 from nhgd.inverse._learned.layers import layer_shapes
 from nhgd.inverse._learned.periods import OVERHEAD, LayerMeans
 from nhgd.inverse._learned.splitting import blocks, gram, split
-from nhgd.inverse._learned.together import Stack
 from nhgd.inverse._learned.statistics import check_statistics, merge, statistics_note, step_of_mean
+from nhgd.inverse._learned.together import Stack
 from nhgd.inverse.base import POOR, SolveStats
 from nhgd.record import (
     FisherKind,
@@ -250,9 +250,9 @@ class AbstractKronecker(LayerMeans[T]):
         covered = {layer for stack in stacks for layer in stack.layers}
         layers |= {layer: self._layer_solver(state, layer, own) for layer, own in even.items() if layer not in covered}
         others: Callable[[list[Tensor]], list[Tensor]] | None = None
-        if isinstance(shift, float) and shift + damping > 0 and state.blocks and tape.tape() is None:
-            if together.pays(next(iter(state.blocks.values())).device):
-                others = together.block_solvers(state.blocks, shift + damping)
+        at_once = state.blocks and tape.tape() is None and together.pays(next(iter(state.blocks.values())).device)
+        if at_once and isinstance(shift, float) and shift + damping > 0:
+            others = together.block_solvers(state.blocks, shift + damping)
         blocks: dict[str, Solver] = {}
         for name, block in state.blocks.items():
             notes.setdefault("others", {})[name] = "dense" if block.ndim == 2 else "diagonal"
