@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nhgd._budget import FEW_PLACES
 from nhgd._cost import Operation, Work, work
 from nhgd._html import table
 from nhgd._memory import extrapolated, peak_of, synchronise
+from nhgd._recording.normalisation import normalises_by_batch
 from nhgd._recording.recorder import Recorder
 from nhgd._shape import Shape
 from nhgd._surroundings import library_settings
@@ -24,10 +26,10 @@ from nhgd.data.batch import Batch, common_length, move
 from nhgd.errors import InputError, NhgdError
 from nhgd.inverse import INVERSES, AbstractInverse, FisherWindow, resolve
 from nhgd.inverse.capabilities import kept, products, warnings_for
-from nhgd.loop.calibration import places
+from nhgd.loop.calibration import places, samples_of_product
 from nhgd.objective import Objective
 from nhgd.oracle import Oracle
-from nhgd.problem import FEW, Bilevel
+from nhgd.problem import Bilevel
 from nhgd.variable import Variable
 
 HEADS = ("inverse", "memory", "ms", "ms a step", "  note")
@@ -134,7 +136,9 @@ def plan(
         with problem.guarded(seed=0):
             shape = Shape.of(theta, samples, places(problem, batch), problem.ridge_coefficients())
         _time_passes(problem, batch, prices)
-        peaks = _Peaks.of(problem, batch)
+        many = any(layer.places > FEW_PLACES for layer in shape.layers)
+        coupled = problem.theta.root is not None and any(map(normalises_by_batch, problem.theta.root.modules()))
+        peaks = _Peaks.of(problem, batch, samples_of_product(many, coupled))
     free = free_bytes(theta.device)
     rows = []
     for name, inverse in chosen:
@@ -179,8 +183,8 @@ class _Peaks(NamedTuple):
     cross: int
 
     @classmethod
-    def of(cls, problem: Bilevel, batch: Batch) -> _Peaks:
-        """Extrapolated from some of the samples."""
+    def of(cls, problem: Bilevel, batch: Batch, of_product: int) -> _Peaks:
+        """Extrapolated from some of the samples; a large model takes `of_product` in a product."""
         samples = common_length(batch)
         vector = torch.ones_like(problem.theta.flat())
 
@@ -201,7 +205,7 @@ class _Peaks(NamedTuple):
         with suppress(RuntimeError):  # an operation without a second derivative: said by those that need one
             whole, in_v = extrapolated(product, samples or 1), extrapolated(cross, samples or 1)
         few = problem.few(batch)
-        product_of_few = whole if few is None or not whole else peak_of(lambda: product(FEW))
+        product_of_few = whole if few is None or not whole else peak_of(lambda: product(of_product))
 
         def record(count: int) -> None:
             with problem.guarded(seed=0, twice=False):

@@ -274,7 +274,7 @@ class Objective:
         problem, theta = self.problem, self.problem.theta
         with library_settings(), self.stepping():
             with tape.overlapped() as beside:
-                ridge = problem.ridge().detach()
+                ridge = problem.ridge_value()
             with torch.enable_grad():
                 found = self.passed(tap)
             with torch.no_grad():
@@ -402,7 +402,7 @@ def _with_ridge(
     alike = isinstance(first, float) and first > 0 and all(c is first for c in coefficients)
     if alike and len(given) == len(leaves) and leaves[0].device.type == "cuda":
         # One call for all of them: on a GPU the launches of many small ones take longer than the work.
-        return list(torch._foreach_add(given, torch._foreach_mul(list(leaves), 2 * first)))
+        return list(torch._foreach_add(given, list(leaves), alpha=2 * first))
     return [
         (torch.zeros_like(leaf) if g is None else g) if isinstance(c, float) and c == 0 else _plus(g, 2 * c * leaf)
         for g, c, leaf in zip(data, coefficients, leaves, strict=True)

@@ -166,6 +166,16 @@ class Bilevel:
         found = [t.to(self.theta.dtype) for t in terms]
         return found[0] if len(found) == 1 else torch.stack(found).sum()
 
+    @torch.no_grad()
+    def ridge_value(self) -> Tensor:
+        """The same number without a graph; of many numbers by one call for all leaves, that reads each of them once."""
+        leaves = self.theta.leaves
+        several = leaves[0].device.type == "cuda" or self.theta.numel > LARGE
+        if callable(self.l2) or self.l2 == 0 or not several or any(leaf.dtype.itemsize < 4 for leaf in leaves):
+            return self.ridge()
+        norms = torch.stack([norm.to(self.theta.dtype) for norm in torch._foreach_norm(list(leaves))])
+        return norms.square().sum() * self.l2
+
     def ridge_number(self) -> float | None:
         """2 * l2, in theta's precision, if it is the same for every coordinate and does not depend on v."""
         if callable(self.l2) or any(leaf.dtype != self.theta.dtype for leaf in self.theta.leaves):
@@ -317,6 +327,7 @@ class Bilevel:
             # Without the ridge, which always depends on theta.
             in_theta = _gradients(data, self.theta.leaves)
             in_v = _gradients(data + self.ridge() + (0.0 if rate is None else self.rate(rate)), self.v.leaves)
+            del losses, data  # with their graph, before that of the outer loss is made
             value = self._on("outer", outer_batch, self.outer_value)
             if not bool(torch.isfinite(value)):
                 raise InputError(f"The outer loss is {value.item()} at the starting point.")

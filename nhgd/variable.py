@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nhgd._shards import Shards
 from nhgd.errors import InputError
 
+PIECE = 2**23  # numbers of a vector that are converted to float64 at a time
 Given: TypeAlias = Tensor | dict[str, Tensor] | nn.Module
 Like: TypeAlias = "Tensor | dict[str, Tensor]"
 
@@ -281,7 +282,8 @@ class Variable:
     def flat(self) -> Tensor:
         """A copy of the current value as one vector (D,)."""
         self.check_whole()
-        return self.flatten([leaf.detach() for leaf in self.leaves]).clone()
+        found = self.flatten([leaf.detach() for leaf in self.leaves])
+        return found.clone() if len(self.leaves) == 1 else found
 
     @torch.no_grad()
     def assign(self, vector: Tensor) -> None:
@@ -321,6 +323,14 @@ class Variable:
             places[name] = slice(start, start + size)
             start += size
         return places
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """a . b in float64, of vectors that may be too long for copies of them in float64."""
+    if len(a) <= PIECE:
+        return a.double().dot(b.double())
+    pieces = zip(a.split(PIECE), b.split(PIECE), strict=True)
+    return torch.stack([some.double().dot(other.double()) for some, other in pieces]).sum()
 
 
 def _parallel(module: object) -> DistributedDataParallel | None:

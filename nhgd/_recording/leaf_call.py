@@ -153,7 +153,10 @@ class LeafCall:
         """The score times the derivative of the output along x, (B,), whose parts are given by name."""
         wide = self._wide(score, samples)
         parts = {own: along[name].to(wide.dtype) for own, name in self.names.items()}
-        if isinstance(self.module, NORMS) and self.is_known:
+        if isinstance(self.module, nn.LayerNorm) and self.is_known and "weight" in parts:
+            x, module = self.inputs[0].to(wide.dtype), self.module
+            moved = F.layer_norm(x, module.normalized_shape, parts["weight"], parts.get("bias"), module.eps)
+        elif isinstance(self.module, NORMS) and self.is_known:
             moved = torch.zeros_like(wide)
             if "weight" in parts:
                 moved = self._normalised(wide.dtype) * self._as_affine(parts["weight"], wide)

@@ -125,27 +125,36 @@ def product(call: LayerCall, score: Tensor, along: Mapping[str, Tensor]) -> Tens
     """sum_t <score_it, X a_it + x_b> of every sample, (B,), for a layer.
 
     Outputs and scores of few digits, as under autocast, are multiplied with X in as few, on the units made for that; the sum is
-    at least of float32.
+    at least of float32. Of a Linear that has more outputs than inputs, X^T score_it is multiplied with a_it instead.
     """
     a, given = call.input, call.placed(score)
     wide = torch.promote_types(torch.promote_types(a.dtype, given.dtype), torch.float32)
     dtype = given.dtype if given.dtype is torch.bfloat16 else wide
     weight, bias = along[call.weight].to(dtype), None if call.bias is None else along[call.bias].to(dtype)
-    each = max(1, CHUNK // max(1, given[:1].numel()))
+    convolves = isinstance(call.module, nn.Conv2d)
+    narrow = not convolves and weight.shape[0] > weight.shape[1]
+    each = max(1, CHUNK // max(1, min(a[:1].numel(), given[:1].numel()) if narrow else given[:1].numel()))
     found = []
     for some in range(0, len(given), each):
-        x, g = a[some : some + each].to(dtype), given[some : some + each]
-        if isinstance(call.module, nn.Conv2d):
-            moved = nn.Conv2d._conv_forward(call.module, x, weight, bias)
+        x, g = a[some : some + each].to(dtype), given[some : some + each].to(dtype)
+        if convolves:
+            found.append(_summed(nn.Conv2d._conv_forward(call.module, x, weight, bias), g, wide))
         elif x.ndim == 2 and tape.tape() is None and wide is dtype and narrow_is_slow(x, weight):
             # Samples last; a captured step makes one product of this and the layer's own.
             turned = torch.mm(weight, x.T) if bias is None else torch.addmm(bias[:, None], weight, x.T)
             found.append((turned * g.T).sum(0))
-            continue
+        elif not narrow:
+            found.append(_summed(F.linear(x, weight, bias), g, wide))
         else:
-            moved = F.linear(x, weight, bias)
-        found.append((moved.to(wide) * g).flatten(1).sum(1))
+            part = _summed(F.linear(g, weight.T), x, wide)
+            places = g.reshape(len(g), -1, g.shape[-1])
+            found.append(part if bias is None else part + places.sum(1, dtype=wide) @ along[call.bias or ""].to(wide))
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _summed(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """sum of a * b of every sample; a is no longer needed."""
+    return a.mul_(b).flatten(1).sum(1, dtype=dtype)
 
 
 class Arrivals:

@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from nhgd import _tape as tape
 from nhgd._kernels import uncompiled
 from nhgd._randomness import state_bytes
-from nhgd._recording.accounting import Call, LayerCall, Scores, held, outside_layers, walked
+from nhgd._recording.accounting import Call, LayerCall, Scores, as_saved, held, outside_layers, walked
 from nhgd._recording.leaf_call import LeafCall
 from nhgd._recording.normalisation import NormCall, normalises_by_batch
 from nhgd.data.batch import Batch
@@ -302,7 +302,10 @@ class Taps:
         given = args[0]
         bias = self.names.get(id(held(module, "bias")))
         source = get_gradient_edge(given) if given.requires_grad else None
-        return Call(module, name, bias, given.detach(), output.shape, source, get_gradient_edge(_made(output)))
+        made = _made(output)
+        call = Call(module, name, bias, given, output.shape, source, get_gradient_edge(made))
+        call.input = as_saved(given, made) if call.is_plain else given.detach()
+        return call
 
     def layer_records(self, calls: Sequence[LayerCall], columns: Sequence[Scores], scale: Tensor) -> list[LayerRecord]:
         """Calls and their scores, one column for each root, by layer; `scale`, (B,), is that of `scale_of`."""

@@ -23,6 +23,7 @@ from nhgd.inverse.refined import Refined
 from nhgd.objective import OracleCalls
 from nhgd.oracle import Oracle, OuterGradient
 from nhgd.problem import Bilevel
+from nhgd.variable import dot
 
 VANISHED = 1e-10  # of the squared outer gradient: below it the samples' squared gradients count as vanished
 CUT = 10.0  # of x: how long the part of it may be that was left out as rounding error
@@ -129,8 +130,7 @@ def _with_residual(at: Oracle, stats: SolveStats, u: Tensor, x: Tensor) -> Solve
 
 
 def _lengths(u: Tensor, x: Tensor) -> Tensor:
-    u, x = u.double(), x.double()
-    return torch.stack([u.dot(u), u.dot(x), x.dot(x)])
+    return torch.stack([dot(u, u), dot(u, x), dot(x, x)])
 
 
 def _vanished(size: int, uu: float, ux: float, xx: float) -> bool:

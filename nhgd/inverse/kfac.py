@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, final
 
@@ -13,12 +13,14 @@ from typing_extensions import override
 from nhgd import _tape as tape
 from nhgd._validation import counted
 from nhgd.errors import InputError
+from nhgd.inverse._learned import together
 from nhgd.inverse._learned.eigenbasis import Basis, Solver, decomposed, decompositions, refreshed
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.layer_ridge import LayerRidge, Uneven
 from nhgd.inverse._learned.matrix_products import matrix_solver
 from nhgd.inverse._learned.statistics import check_invertible
+from nhgd.inverse._learned.together import Stack
 from nhgd.record import LayerRecord, LayerStatistics, Pool, pool_of
 
 KFACSolver = Literal["eigen", "cholesky", "products"]
@@ -159,6 +161,16 @@ class KFAC(AbstractKronecker[KroneckerState]):
     def _trace(self, state: KroneckerState, layer: str) -> Tensor:
         a, g = (factor.diagonal(dim1=1, dim2=2).sum(1) for factor in state.factors(layer))
         return (a * g).sum()
+
+    @override
+    def _stacks(self, state: KroneckerState, extras: Mapping[str, float]) -> list[Stack]:
+        saves = self.effort is not None and not self.effort.in_full(state.observed)
+        if self.solver != "eigen" or not saves or tape.repeatable() or not state.inputs:
+            return []
+        if not together.pays(next(iter(state.inputs.values())).device):
+            return []
+        known = {layer: extra for layer, extra in extras.items() if layer in state.bases and extra > 0}
+        return together.stacked(state, known) if known else []
 
     def _layer_solver(self, state: KroneckerState, layer: str, extra: float) -> Solver:
         if self.solver == "eigen":

@@ -141,6 +141,13 @@ def _passes_of(learner: Periodic[Any], problem: Bilevel, batch: Batch, calls: Or
     return calls.inner_gradients - first - 1
 
 
+def samples_of_product(many_places: bool, batch_objective: bool) -> int:
+    """Of a Hessian product that a large model can afford now and then: few, as its graph holds every attention score; fewer where
+    the many places of a sample make up for it, and samples are not normalised by each other.
+    """
+    return FEW // 2 if many_places and not batch_objective else FEW
+
+
 def places(problem: Bilevel, batch: Batch) -> dict[str, int] | None:
     """How many places each layer sees of a sample, from the record of two: BatchNorm may need more than one."""
     if common_length(batch) is None or problem.theta.root is None:

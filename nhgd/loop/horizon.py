@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nhgd import _tape as tape
 from nhgd.oracle import Oracle
+from nhgd.variable import dot
 
 MEMORY = 0.8  # of the running mean of cosines, for each outer step
 POWER = 0.75
@@ -150,9 +151,8 @@ class Horizon:
     def observe(self, x: Tensor) -> None:
         """Compare x with the last one."""
         if self.adjoint is not None:
-            a, b = x.double(), self.adjoint.double()
-            size = a.norm() * b.norm()
-            cosine = torch.where(size > 0, a.dot(b) / size, self.cosine)
+            size = dot(x, x).sqrt() * dot(self.adjoint, self.adjoint).sqrt()
+            cosine = torch.where(size > 0, dot(x, self.adjoint) / size, self.cosine)
             self.cosine = self.cosine.lerp(cosine, 1 - MEMORY)
         self.adjoint = x
         if self.determined:
@@ -218,7 +218,7 @@ class Horizon:
         u: Tensor,
         x: Tensor,
         solve: Callable[[Tensor], Tensor],
-        gradient: Tensor | None,
+        gradient: Callable[[], Tensor] | None,
         learnt: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
         """A better x by one product to three, with notes; also updates the horizon.
@@ -227,23 +227,26 @@ class Horizon:
             at: the point, damped.
             x: as `corrected` gave it.
             solve: the learnt inverse.
-            gradient: of the inner objective where the inner loop ended, or nearly there.
+            gradient: gives that of the inner objective where the inner loop ended, or nearly there.
             learnt: the learnt inverse's own x; None: x itself.
         """
-        w = at.hvp(x)
         if self.plain:
             scale = tape.on_device(tape.number(lambda: self.scale))
             solve = lambda r: scale * r  # noqa: E731
+        # Before the products, beside whose graph no vector more should be held than must be
+        newton = x.new_zeros(()) if gradient is None else solve(gradient()).norm()
+        w = at.hvp(x)
         persists, compares = self.persists, self.compares
         z = solve(u - w)
-        hz = at.hvp(z) if persists else torch.zeros_like(z)
+        hz = at.hvp(z) if persists else None
         other = u if learnt is None or not self.plain else learnt
-        ho = at.hvp(other) if compares else torch.zeros_like(other)
-        newton = x.new_zeros(()) if gradient is None else solve(gradient).norm()
+        ho = at.hvp(other) if compares else None
         pairs = [(u, u), (x, u), (x, w), (z, u), (x, hz), (z, hz), (x, x), (z, z), (x, z), (w, w), (w, u), (w, hz)]
         pairs += [(hz, hz), (hz, u), (other, u), (other, ho)]
-        numbers = [a.double().dot(b.double()) for a, b in pairs]
-        numbers = [*numbers[:-2], newton.double(), at.problem.theta.flat().double().norm(), *numbers[-2:]]
+        none = newton.new_zeros((), dtype=torch.float64)
+        numbers = [none if a is None or b is None else dot(a, b) for a, b in pairs]
+        here = at.problem.theta.flat()
+        numbers = [*numbers[:-2], newton.double(), dot(here, here).sqrt(), *numbers[-2:]]
         stacked, outcome = torch.stack(numbers), dict[str, Any]()
 
         def look() -> None:

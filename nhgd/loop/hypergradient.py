@@ -16,6 +16,7 @@ from nhgd.execution.base import SupportsOverlap
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import implicit
 from nhgd.inverse.capabilities import follows_horizon, preconditioner
+from nhgd.loop.calibration import samples_of_product
 from nhgd.loop.horizon import Horizon
 from nhgd.loop.loop import Loop, Product
 from nhgd.objective import Objective
@@ -123,8 +124,12 @@ def _adjusted(
     learnt, x = x, horizon.corrected(x, u)
     if not horizon.due(loop.clock.k, loop.clock.t):
         return x
-    gradient = None if loop.last_gradient is None else loop.problem.theta.flatten(loop.last_gradient)
-    better, found = horizon.measured(_few(at), u, x, solver(), gradient, learnt)
+    last = loop.last_gradient
+    gradient = None if last is None else partial(loop.problem.theta.flatten, last)
+    learner = None if loop.inverse is None else loop.inverse.learner
+    places = getattr(getattr(learner, "effort", None), "places", None)
+    few = _few(at, samples_of_product(places is not None, loop.batch_objective))
+    better, found = horizon.measured(few, u, x, solver(), gradient, learnt)
     notes |= found if isinstance(found, dict) else {tape.MORE: found}
     return better
 
@@ -136,12 +141,12 @@ def _own(at: Oracle) -> Oracle:
     return own
 
 
-def _few(at: Oracle) -> Oracle:
+def _few(at: Oracle, samples: int) -> Oracle:
     """The oracle, or for a large model one of as many samples as a second derivative can be afforded of."""
     problem, objectives = at.problem, at.objectives
     if tape.tape() is not None or any(type(objective) is not Objective for objective in objectives):
         return at
-    few = problem.few(objectives[-1].batch)
+    few = problem.few(objectives[-1].batch, samples)
     if few is None:
         return at
     smaller = Oracle.over([Objective(problem, few, objectives[-1].seed)], calls=at.calls)

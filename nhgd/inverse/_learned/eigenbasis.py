@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nhgd import _tape as tape
 from nhgd.errors import NonFiniteError
+from nhgd.inverse._learned import concurrent
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.statistics import check_invertible
 from nhgd.record import Pool
@@ -89,7 +90,7 @@ class Basis(NamedTuple):
         def solve(b: Tensor) -> Tensor:
             x = b / extra
             for q_g, q_a, change in parts:
-                if _scores_first(out, into, *change.shape[1:]):
+                if scores_first(out, into, *change.shape[1:]):
                     x += q_g @ ((((q_g.mT @ b) @ q_a) * change) @ q_a.mT)
                 else:
                     x += (q_g @ ((q_g.mT @ (b @ q_a)) * change)) @ q_a.mT
@@ -127,7 +128,7 @@ def staircase(rows: Sequence[int], out: int, most: int = 4) -> list[tuple[int, i
     return found[1]
 
 
-def _scores_first(out: int, into: int, rows: int, columns: int) -> bool:
+def scores_first(out: int, into: int, rows: int, columns: int) -> bool:
     """Whether it is cheaper to rotate the rows of a block first."""
     return rows * into * (out + columns) <= columns * out * (into + rows)
 
@@ -135,7 +136,13 @@ def _scores_first(out: int, into: int, rows: int, columns: int) -> bool:
 @torch.no_grad()
 def decomposed(state: KroneckerState, layer: str) -> Basis:
     """The eigendecompositions of a layer's current factors."""
-    (a, q_a), (g, q_g) = (eigenvalues(layer, factor) for factor in state.blocks_of(layer))
+    return _basis(state, layer, *(eigenvalues(layer, factor) for factor in state.blocks_of(layer)))
+
+
+def _basis(
+    state: KroneckerState, layer: str, of_inputs: tuple[Tensor, Tensor], of_scores: tuple[Tensor, Tensor]
+) -> Basis:
+    (a, q_a), (g, q_g) = of_inputs, of_scores
     (q_a, q_g), (a, g) = state.paired(layer, q_a, q_g), state.paired(layer, a, g)
     return Basis(q_a, a.clamp_min(0), q_g, g.clamp_min(0))  # below zero is rounding
 
@@ -144,7 +151,10 @@ def decompositions(state: KroneckerState, layers: Iterable[str], pool: Pool | No
     """`decomposed` for several layers. A pool divides the factors, by the cube of their size."""
     names = list(layers)
     if pool is None:
-        return {layer: decomposed(state, layer) for layer in names}
+        if not concurrent.pays([factor for layer in names for factor in (state.inputs[layer], state.scores[layer])]):
+            return {layer: decomposed(state, layer) for layer in names}
+        of = concurrent.decomposed_beside([(n, factor) for n in names for factor in state.blocks_of(n)], eigenvalues)
+        return {layer: _basis(state, layer, of[2 * i], of[2 * i + 1]) for i, layer in enumerate(names)}
     named = [(layer, factor) for layer in names for factor in state.factors(layer)]
     for layer, factor in named:
         check_finite(layer, factor)  # here, where all of the pool see it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -14,6 +14,7 @@ from typing_extensions import override
 from nhgd import _tape as tape
 from nhgd._validation import not_negative, positive
 from nhgd.errors import InputError
+from nhgd.inverse._learned import together
 from nhgd.inverse._learned.damping import Damping, resolve_damping
 from nhgd.inverse._learned.effort import Effort
 from nhgd.inverse._learned.eigenbasis import Solver, block_solver
@@ -24,6 +25,7 @@ from nhgd.inverse._learned.layers import layer_shapes
 from nhgd.inverse._learned.periods import OVERHEAD, LayerMeans
 from nhgd.inverse._learned.splitting import blocks, gram, split
 from nhgd.inverse._learned.statistics import check_statistics, merge, statistics_note, step_of_mean
+from nhgd.inverse._learned.together import Stack
 from nhgd.inverse.base import POOR, SolveStats
 from nhgd.record import (
     FisherKind,
@@ -237,15 +239,25 @@ class AbstractKronecker(LayerMeans[T]):
         damping = resolve_damping(self.damping, ridge, lambda: self.mean_diagonal(state))
         notes: dict[str, Any] = {"damping": damping} | statistics_note(state.batch_objective)
         layers: dict[str, Solver] = {}
+        even: dict[str, float] = {}
         for layer in state.inputs:
             own = low if isinstance(shift, float) or low == high else self._own_ridge(state, layer, shift, damping)
             if isinstance(own, LayerRidge):
                 layers[layer] = self._uneven_solver(state, layer, own, notes)
             else:
-                layers[layer] = self._layer_solver(state, layer, own + damping)
+                even[layer] = own + damping
+        stacks = self._stacks(state, even)
+        covered = {layer for stack in stacks for layer in stack.layers}
+        layers |= {layer: self._layer_solver(state, layer, own) for layer, own in even.items() if layer not in covered}
+        others: Callable[[list[Tensor]], list[Tensor]] | None = None
+        at_once = state.blocks and tape.tape() is None and together.pays(next(iter(state.blocks.values())).device)
+        if at_once and isinstance(shift, float) and shift + damping > 0:
+            others = together.block_solvers(state.blocks, shift + damping)
         blocks: dict[str, Solver] = {}
         for name, block in state.blocks.items():
             notes.setdefault("others", {})[name] = "dense" if block.ndim == 2 else "diagonal"
+            if others is not None:
+                continue
             if isinstance(shift, float):
                 extra = Ridge(shift).diagonal(len(block), block.dtype, block.device) + damping
             else:
@@ -255,12 +267,20 @@ class AbstractKronecker(LayerMeans[T]):
         @torch.no_grad()
         def apply(u: Tensor) -> Tensor:
             x = torch.zeros_like(u)
+            for stack in stacks:
+                parts = [state.gather(layer, u).to(state.inputs[layer].dtype) for layer in stack.layers]
+                solved = stack.solve(torch.cat(parts)).split([len(part) for part in parts])
+                for layer, part in zip(stack.layers, solved, strict=True):
+                    state.scatter(layer, part.to(u.dtype), x)
             for layer, solver in layers.items():
                 b = state.gather(layer, u).to(state.inputs[layer].dtype)
                 state.scatter(layer, solver(b).to(u.dtype), x)
             for name, solver in blocks.items():
                 place = state.place(name)
                 x[place] = solver(u[place].to(state.blocks[name].dtype)).to(u.dtype)
+            if others is not None:
+                found = others([u[state.place(name)].to(block.dtype) for name, block in state.blocks.items()])
+                torch._foreach_copy_([x[state.place(name)] for name in state.blocks], found)
             return x
 
         return apply, notes
@@ -286,6 +306,10 @@ class AbstractKronecker(LayerMeans[T]):
     @abstractmethod
     def _trace(self, state: T, layer: str) -> Tensor:
         """The trace of a layer's block of the Fisher matrix."""
+
+    def _stacks(self, state: T, extras: Mapping[str, float]) -> list[Stack]:
+        """Layers that are solved together, with what is added to the diagonal of each; the others one by one."""
+        return []
 
     @abstractmethod
     def _layer_solver(self, state: T, layer: str, extra: float) -> Solver:

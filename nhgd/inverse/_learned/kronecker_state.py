@@ -57,6 +57,12 @@ class KroneckerState(State):
         columns, rows = len(of_inputs), len(of_scores)
         return of_inputs.repeat(rows, *[1] * (of_inputs.ndim - 1)), of_scores.repeat_interleave(columns, 0)
 
+    def traces(self, layer: str) -> tuple[Tensor, Tensor]:
+        """The traces of A and G, (G,) each, without a copy of either."""
+        weight = self.weights[layer]
+        a, g = (f.diagonal(dim1=1, dim2=2).sum(1) for f in (self.inputs[layer], self.scores[layer]))
+        return self.paired(layer, a, g * torch.where(weight > 0, 1 / weight, 0.0))
+
     def is_split(self, layer: str) -> bool:
         """Whether the factors of a layer are blocks of larger ones, and not those of the groups of a convolution."""
         a, g = self.inputs[layer], self.scores[layer]

@@ -1,0 +1,132 @@
+"""Layers that are solved together, as a GPU solves them, against layers that are solved one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nhgd
+from nhgd.inverse import KFAC
+from nhgd.inverse._learned import eigenbasis, together
+from nhgd.inverse._learned.effort import Effort
+from nhgd.inverse._learned.kronecker_state import KroneckerState
+from nhgd.inverse._learned.learning import learn
+from nhgd.problem import Bilevel
+from nhgd.ridge import Ridge
+from tests.catalogue import normal
+from tests.test_record import weighing
+
+
+class Flat(nn.Module):
+    """Flatten, of any memory order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x), -1)
+
+
+class Scaled(nn.Module):
+    """Scales that belong to no layer."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def deep() -> nn.Module:
+    """Layers of equal shapes, layers that are split, and norms of one size and of another."""
+    return nn.Sequential(
+        *(part for _ in range(3) for part in (nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh())),
+        nn.Linear(6, 12),
+        nn.LayerNorm(12),
+        nn.Tanh(),
+        Scaled(12),
+        nn.Linear(12, 3),
+    )
+
+
+NETS: dict[str, Any] = {
+    "deep": (deep, (16, 6)),
+    "places": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), Flat(), nn.Linear(8, 3)), (8, 2, 4)),
+    "groups": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 2, groups=2), nn.Tanh(), Flat(), nn.Linear(16, 3)),
+        (8, 2, 3, 3),
+    ),
+}
+
+
+def learnt(name: str, dense_limit: int) -> tuple[KFAC, KroneckerState, Bilevel]:
+    torch.manual_seed(0)
+    make, shape = NETS[name]
+    problem, batch = weighing(make(), normal(*shape))
+    effort = Effort(invert_every=2, invert_at=(1,))
+    inverse = KFAC(effort=effort, split=6, damping=None, dense_limit=dense_limit)
+    return inverse, learn(inverse, problem, [batch, batch]), problem
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("ridge", [1e-14, 1e-6, 1e-2, 1.0])
+@pytest.mark.parametrize("dense_limit", [8, 256])
+def test_together_they_solve_what_they_solve_one_by_one(
+    name: str, ridge: float, dense_limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inverse, state, problem = learnt(name, dense_limit)
+    u = torch.randn(problem.theta.numel, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(eigenbasis, "NEGLIGIBLE", 0.0)
+    alone, _ = inverse.solve(state, u, Ridge(ridge))
+    taken = []
+    one, all_blocks = together.stacked, together.block_solvers
+    monkeypatch.setattr(together, "pays", lambda device: True)
+    monkeypatch.setattr(together, "stacked", lambda *given: taken.append("layers") or one(*given))
+    monkeypatch.setattr(together, "block_solvers", lambda *given: taken.append("blocks") or all_blocks(*given))
+    found, _ = inverse.solve(state, u, Ridge(ridge))
+    assert "layers" in taken
+    assert ("blocks" in taken) == bool(state.blocks)
+    torch.testing.assert_close(found, alone, rtol=1e-6, atol=1e-7 * float(alone.abs().max()))
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("ridge", [1e-6, 1e-2, 1.0])
+def test_what_they_leave_out_is_little(name: str, ridge: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    inverse, state, problem = learnt(name, 8)
+    u = torch.randn(problem.theta.numel, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(together, "pays", lambda device: True)
+    found, _ = inverse.solve(state, u, Ridge(ridge))
+    monkeypatch.setattr(eigenbasis, "NEGLIGIBLE", 0.0)
+    exact, _ = inverse.solve(state, u, Ridge(ridge))
+    assert float((found - exact).norm() / exact.norm()) < 0.1
+
+
+def test_blocks_without_enough_digits_are_left_to_eigenvalues() -> None:
+    rows = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    blocks = {"dense": rows.T @ rows, "diagonal": rows[0].square()}
+    assert together.block_solvers(blocks, 1e-18) is None
+    solve = together.block_solvers(blocks, 1e-3)
+    assert solve is not None
+    b = [torch.ones(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)]
+    dense, diagonal = solve(b)
+    damped = blocks["dense"] + 1e-3 * torch.eye(5, dtype=torch.float64)
+    torch.testing.assert_close(dense, torch.linalg.solve(damped, b[0]))
+    torch.testing.assert_close(diagonal, b[1] / (blocks["diagonal"] + 1e-3))
+
+
+def test_a_run_solves_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole outer loop with an effort arrives where it does layer by layer, but for what is left out."""
+    found = []
+    for pays in (False, True):
+        monkeypatch.setattr(together, "pays", lambda device, pays=pays: pays)
+        monkeypatch.setattr(eigenbasis, "NEGLIGIBLE", 0.0)
+        torch.manual_seed(0)
+        problem, batch = weighing(deep(), normal(16, 6))
+        inverse = KFAC(effort=Effort(every=2, invert_every=2, invert_at=(1,)), damping=1e-3)
+        solver = nhgd.Solver(
+            problem, [batch], [batch], method=nhgd.algorithm.NHGD(inverse), inner_steps=3, outer_lr=0.1
+        )
+        solver.run(steps=4)
+        found.append(problem.v.flat())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-10)
