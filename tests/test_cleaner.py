@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn import config_context
-from sklearn.datasets import load_breast_cancer, load_digits
+from sklearn.datasets import load_breast_cancer, load_digits, make_moons
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
@@ -28,6 +28,7 @@ from nhgd.cli._program import app
 from nhgd.data.features import Features
 from nhgd.data.table import read_table
 from nhgd.errors import InputError
+from nhgd.sklearn._inputs import numbers
 from nhgd.sklearn._noise import wrong_log_odds
 from nhgd.sklearn.cleaner import LabelCleaner, NoTrustedSetWarning, TrustedScaleWarning
 from tests.scikit_learn import scikit_learn_checks
@@ -156,6 +157,38 @@ def test_any_classifier_or_module_is_a_model(model):
     assert cleaner.model_ is not model
     if before is not None:  # the given one is a template
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_network_is_not_made_a_linear_model_by_its_ridge():
+    """Of 5 % wrong labels on two crescents it found none, because no line has them on its other side."""
+    X, y = make_moons(300, noise=0.12, random_state=0)
+    wrong = np.random.default_rng(0).random(300) < 0.05
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+    with pytest.warns(NoTrustedSetWarning):
+        cleaner = LabelCleaner(net, steps=5, inner_steps=5, random_state=0).fit(X, np.where(wrong, 1 - y, y))
+    assert f1(cleaner.label_issues_, wrong) > 0.9
+
+
+def test_weights_of_hopeless_labels_do_not_round_to_0():
+    """Deep models give such scores; the weights of the worst labels all were 0."""
+    cleaner = LabelCleaner()
+    cleaner.classes_, cleaner.threshold_ = np.arange(2), 0.5
+    cleaner.scores_ = np.array([60.0, -3.0, 300.0, 45.0, 0.4])
+    codes = np.zeros(5, dtype=np.int64)
+    suspect = cleaner.scores_ > cleaner.threshold_
+    cleaner._conclude(suspect, suspect.astype(int), codes)
+    np.testing.assert_array_equal(cleaner.label_issues_, [2, 0, 3])
+    np.testing.assert_allclose(np.log(cleaner.weights_[cleaner.label_issues_]), 0.5 - np.array([300.0, 60.0, 45.0]))
+    np.testing.assert_allclose(cleaner.weights_[[1, 4]], 1 / (1 + np.exp([-3.5, -0.1])))
+
+
+def test_columns_of_categories_are_told_to_be_encoded():
+    """A frame with some becomes an array of objects, which scikit-learn's own checks let pass."""
+    np.testing.assert_array_equal(numbers(np.array([[1, 2.5], [3, True]], dtype=object)), [[1, 2.5], [3, 1]])
+    with pytest.raises(InputError, match=r"feature 1 of X holds 'red', which is no number. Encode categories"):
+        numbers(np.array([[1.0, "red"], [2.0, "blue"]], dtype=object))
 
 
 def test_probabilities_may_be_handed_in():

@@ -38,6 +38,22 @@ def check_model(model: Any) -> None:
         )
 
 
+def numbers(X: Array) -> Array:
+    """Features as numbers: columns of categories come as objects from a frame, and scikit-learn lets them pass."""
+    if X.dtype != object:
+        return X
+    for feature, column in enumerate(X.T):
+        try:
+            column.astype(np.float64)
+        except (TypeError, ValueError):
+            raise InputError(
+                f"LabelCleaner: feature {feature} of X holds {column[0]!r}, which is no number. Encode categories first, by"
+                " OneHotEncoder or pandas.get_dummies, or leave the column out."
+            ) from None
+    found: Array = X.astype(np.float64)
+    return found
+
+
 def check_counts(model: Any, counts: Array | None, trains: bool) -> None:
     """Refuse weights of samples for a classifier that can take none, unless samples can be repeated instead."""
     if counts is None or not trains or model is None or isinstance(model, nn.Module):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.special import expit
 
 Array = np.ndarray[Any, Any]
 SHARPNESSES = np.geomspace(0.7, 16.0, 8)
@@ -149,7 +150,7 @@ def threshold(log_odds: Array, allowed: Array, times: Array | None = None) -> fl
     >>> threshold(np.array([3.0, 2.0, -2.0, -3.0]), np.ones(4, dtype=bool))
     0.0
     """
-    p = _sigmoid(log_odds)
+    p = expit(log_odds)
     order = np.flatnonzero(allowed & (p >= LEAST_PROBABILITY))
     if not len(order):
         return float(max(log_odds.max(initial=0.0), 0.0)) + 1.0
@@ -191,9 +192,4 @@ def _log_sum(rows: Array) -> Array:
 
 def _log_softmax(scores: Array) -> Array:
     found: Array = scores - _log_sum(scores)[:, None]
-    return found
-
-
-def _sigmoid(x: Array) -> Array:
-    found: Array = 0.5 * (1 + np.tanh(x / 2))
     return found

@@ -22,6 +22,7 @@ from nhgd.task._classifier import Split, softmax_classifier
 
 Array = np.ndarray[Any, Any]
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1)
+OF_MODULES = 1e-3  # more of it makes a network of two layers a linear model
 FEW_RIDGES = (1e-3, 1e-2)  # for slow fits; with many samples the ridge matters less
 LARGE = 20_000_000  # samples times features times classes
 FOLDS = 5
@@ -104,7 +105,7 @@ class Training:
         return learn_weights(
             model,
             parts,
-            MIDDLE if settings.l2 is None else max(settings.l2, 1e-6),
+            self._ridge(OF_MODULES if isinstance(settings.model, nn.Module) else MIDDLE),
             settings.robustness,
             settings.steps,
             settings.inner_steps,
@@ -113,17 +114,21 @@ class Training:
             stages.advance,
         )
 
+    def _ridge(self, usual: float) -> float:
+        """The ridge that was asked for, as far as solves allow, or else the usual one."""
+        return usual if self.settings.l2 is None else max(self.settings.l2, 1e-6)
+
     def _learners(self) -> list[AbstractLearner]:
         """The learners to cross-fit: the model, or linear ones with several ridges."""
         settings, rows, classes = self.settings, self.rows, len(self.classes)
         if isinstance(settings.model, nn.Module):
-            device, l2 = torch.device(settings.device), MIDDLE if settings.l2 is None else max(settings.l2, 1e-6)
+            device = torch.device(settings.device)
             template = template_of(settings.model, rows, classes, device, self.seed)
-            return [Module(classes, template, l2, device, self.seed)]
+            return [Module(classes, template, self._ridge(OF_MODULES), device, self.seed)]
         if settings.model is not None:
             return [Classifier(classes, settings.model)]
         if settings.l2 is not None:
-            return [Linear(classes, max(settings.l2, 1e-6))]
+            return [Linear(classes, self._ridge(settings.l2))]
         return [Linear(classes, l2) for l2 in (RIDGES if rows.numel() * classes <= LARGE else FEW_RIDGES)]
 
     def final(self, members: list[Member], suspect: Array) -> tuple[AbstractLearner, Any]:

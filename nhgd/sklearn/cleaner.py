@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.special import expit
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
@@ -17,7 +18,7 @@ from nhgd.errors import InputError
 from nhgd.sklearn._cross_fitting import Classifier, Linear, Module, Samples, log_probabilities
 from nhgd.sklearn._distinct import Distinct, sample_weights
 from nhgd.sklearn._html import findings
-from nhgd.sklearn._inputs import check_counts, check_model, probabilities
+from nhgd.sklearn._inputs import check_counts, check_model, numbers, probabilities
 from nhgd.sklearn._member import member_of, panel
 from nhgd.sklearn._noise import threshold, wrong_log_odds
 from nhgd.sklearn._roles import NoTrustedSetWarning as NoTrustedSetWarning
@@ -53,7 +54,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             linear model of its out-of-fold log-probabilities.
         steps: maximum number of outer steps; the one that is best on held-out samples is used.
         inner_steps: inner steps for each of them.
-        l2: the ridge of the model, on standardised features; None: an average over several, with a linear model, else 1e-2.
+        l2: the ridge of the model, on standardised features; None: an average over several, with a linear model, and 1e-3
+            with a module.
         batch_size: samples of an inner step.
         held_out: the part of the data that replaces the trusted set if none is given.
         robustness: q of the bounded loss, in (0, 1].
@@ -136,6 +138,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         """
         self._check_settings()
         X, y = validate_data(self, X, y, dtype="numeric")
+        X = numbers(X)
         check_classification_targets(y)
         counts = sample_weights(sample_weight, len(y))
         self.classes_ = np.unique(y if counts is None else y[counts > 0])
@@ -214,7 +217,7 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
     def _conclude(self, suspect: Array, predicted: Array, codes: Array) -> None:
         """Drop suspects that the cleaned model would label the same, and set the attributes of the others."""
         suspect = suspect & (predicted != self.classes_[codes])
-        weights = 0.5 * (1 + np.tanh((self.threshold_ - self.scores_) / 2))
+        weights = expit(self.threshold_ - self.scores_)
         self.weights_: Array = np.where(suspect, np.minimum(weights, np.nextafter(0.5, 0)), np.maximum(weights, 0.5))
         found = np.flatnonzero(suspect)
         self.label_issues_: Array = found[np.argsort(-self.scores_[found], kind="stable")]
