@@ -30,7 +30,7 @@ ORDER = """
     _validation _path _tape _html
     _kernels _registry _duration ridge stop schedule _memory _progress _callbacks _interruption _randomness _stagnation _surroundings
     _tree
-    plot
+    plot _turned
     data likelihood
     _shards
     variable
