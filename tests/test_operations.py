@@ -227,6 +227,23 @@ def test_changes_in_place_are_made_by_torchs_own_functions(name):
     assert torch.equal(place, getattr(start, name)(*given))
 
 
+def test_other_forms_of_arguments_keep_the_operation():
+    x, index, start = torch.randn(3, 4), torch.tensor([1, 2]), torch.randn(3, 4)
+    aten = torch.ops.aten
+
+    def work():
+        x[:, index] = x[:, index] * 2
+        aten.add_.Scalar(x, 2.0, 3.0)
+
+    segment, _ = captured(work)
+    assert not {"index_put_", "add_"} & set(called(segment))
+    x.copy_(start)
+    segment.replay()
+    wanted = start.clone()
+    wanted[:, index] *= 2
+    assert torch.equal(x, wanted + 6)
+
+
 def test_questions_about_dtypes_are_not_repeated():
     x, place = torch.randn(8), torch.zeros(8).double()
 

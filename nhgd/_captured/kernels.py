@@ -40,6 +40,11 @@ def is_narrow_product(function: Any, shapes: Sequence[Any]) -> bool:
 def bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: dict[str, Tensor]) -> Call:
     """The call, by torch's own function where that takes the same arguments."""
     name = function._overloadpacket.__name__
+    # They take no gaps among indices, and understand a second number in another way.
+    gaps = any(item is None for given in args if isinstance(given, (list, tuple)) for item in given)
+    numbers = name.startswith(("add", "sub")) and "Scalar" in function._overloadname
+    if gaps or numbers:
+        return function, args, kwargs | outs
     if list(outs) == ["out"] and name in BOUND.split():
         return getattr(torch, name), args, kwargs | outs
     if not outs and name in BOUND_IN_PLACE.split():
