@@ -19,6 +19,7 @@ from torch import Tensor
 from nhgd import _tape as tape
 from nhgd._randomness import set_states, states
 from nhgd._surroundings import library_settings
+from nhgd._turned import turned
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
 from nhgd.losses import Losses
@@ -382,7 +383,8 @@ class OuterObjective:
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """The setting of one pass, which is differentiated once at most."""
-        with library_settings(), self.problem.guarded(self.seed, twice=False):
+        device, samples = self.problem.theta.device, common_length(self.batch)
+        with library_settings(), self.problem.guarded(self.seed, twice=False), turned(device, samples):
             yield
 
     def term(self, theta: Sequence[Tensor] | None = None) -> Tensor:

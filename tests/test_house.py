@@ -31,7 +31,7 @@ ORDER = """
     _kernels _registry _duration ridge stop schedule _memory _progress _callbacks _interruption _randomness _stagnation _surroundings
     _scaling
     _tree
-    plot
+    plot _turned
     data likelihood
     _shards
     variable

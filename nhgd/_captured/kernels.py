@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nhgd._kernels import TALL, is_narrow
-
-CLASSES = 32  # of a softmax, at most
+from nhgd._kernels import is_narrow
+from nhgd._turned import few_classes, softmax_gradient
 
 # torch's own functions take less time to call than operations by their full names, and call the same.
 BOUND = (
@@ -41,6 +40,11 @@ def is_narrow_product(function: Any, shapes: Sequence[Any]) -> bool:
 def bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: dict[str, Tensor]) -> Call:
     """The call, by torch's own function where that takes the same arguments."""
     name = function._overloadpacket.__name__
+    # They take no gaps among indices, and understand a second number in another way.
+    gaps = any(item is None for given in args if isinstance(given, (list, tuple)) for item in given)
+    numbers = name.startswith(("add", "sub")) and "Scalar" in function._overloadname
+    if gaps or numbers:
+        return function, args, kwargs | outs
     if list(outs) == ["out"] and name in BOUND.split():
         return getattr(torch, name), args, kwargs | outs
     if not outs and name in BOUND_IN_PLACE.split():
@@ -52,17 +56,17 @@ def faster(function: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Cal
     """The call in another form, if there is a faster one."""
     if function is aten._log_softmax.default:
         x, dim, half = args
-        rows, classes = x.shape if x.ndim == 2 else (0, 0)
-        if not half and dim % 2 == 1 and rows >= TALL and 1 < classes <= CLASSES and x.is_contiguous():
+        if not half and few_classes(x, dim) and x.is_contiguous():
+            rows, classes = x.shape
             return _log_softmax, (x, results[0], x.new_empty(classes, rows), x.new_empty(classes, rows)), {}
     if function is aten._log_softmax_backward_data.default:
         gradient, output, dim, dtype = args
-        rows, classes = output.shape if output.ndim == 2 else (0, 0)
         alike = dtype == gradient.dtype == output.dtype and dtype in (torch.float32, torch.float64)
         dense = gradient.is_contiguous() and output.is_contiguous()
-        if alike and dense and dim % 2 == 1 and rows >= TALL and 1 < classes <= CLASSES:
+        if alike and dense and few_classes(output, dim):
+            rows, classes = output.shape
             own = output.new_ones(classes), output.new_empty(rows, 1), torch.empty_like(output)
-            return _log_softmax_gradient, (gradient, output, results[0], *own), {}
+            return softmax_gradient, (gradient, output, *own, results[0]), {}
     if function is aten.index.Tensor:
         x, indices = args
         if x.ndim == 1 and x.is_contiguous() and len(indices) == 1 and indices[0].dtype == torch.int64:
@@ -98,11 +102,3 @@ def _log_softmax(x: Tensor, result: Tensor, turned: Tensor, found: Tensor) -> No
     turned.copy_(x.T)
     torch.log_softmax(turned, 0, out=found)
     result.copy_(found.T)
-
-
-def _log_softmax_gradient(
-    gradient: Tensor, output: Tensor, result: Tensor, ones: Tensor, sums: Tensor, probabilities: Tensor
-) -> None:
-    torch.exp(output, out=probabilities)
-    torch.mv(gradient, ones, out=sums[:, 0])
-    torch.addcmul(gradient, probabilities, sums, value=-1, out=result)
