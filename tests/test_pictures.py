@@ -74,6 +74,38 @@ def test_the_bar_of_a_method_is_as_long_as_its_mean(drawn, tmp_path):
     assert [text.get_text() for text in axes.texts] == ["0.900 ± 0.050", "0.5"]
 
 
+def test_equal_values_of_a_sweep_are_equal_points_under_a_whole_heading(drawn, tmp_path):
+    """Values that differ by rounding alone are none of them beyond the axis; a long heading is not cut off."""
+    trials = [
+        {"number": n, "state": "complete", "value": value, "last_value": value, "parameters": {"steps": 5 * 2**n}}
+        for n, value in enumerate([0.576, 0.576, 0.5760000000000001])
+    ]
+    about = {"task": "distillation", "method": "aid-fisher_diagonal", "selection": "evaluation_loss"}
+    about |= {"budget_words": "500 gradient-equivalents", "space": {"steps": "5,10,20"}, "ranges": {}}
+    sweep.draw_parameters([tmp_path / "a.png"], {"about": about, "trials": trials, "importance": {}, "logarithmic": []})
+    (made,) = drawn
+    points, best = made.axes[0].collections
+    assert len(points.get_offsets()) == 3
+    assert len(best.get_offsets()) == 1
+    assert all(tick == int(tick) for tick in made.axes[0].get_xticks())
+    extent = made._suptitle.get_window_extent()
+    assert made.bbox.x0 <= extent.x0
+    assert extent.x1 <= made.bbox.x1
+    assert made._suptitle.get_text().split() == (
+        [
+            "distillation",
+            "by",
+            "aid-fisher_diagonal:",
+            "evaluation",
+            "loss,",
+            "500",
+            "gradient-equivalents",
+            "a",
+            "trial",
+        ]
+    )
+
+
 def test_the_suspects_of_a_run_are_those_with_the_lowest_weights(drawn, tmp_path):
     made = Cleaning.preset("quick").build(0, torch.device("cpu"))
     with torch.no_grad():
