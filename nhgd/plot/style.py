@@ -46,7 +46,7 @@ DARK = Theme(
 PALETTE = LIGHT.palette
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))  # once the colours are used up
 INK, QUIET, GRID = LIGHT.ink, LIGHT.quiet, LIGHT.grid
-LETTERS = 8  # of a heading, to the inch
+LETTERS = 10  # of a heading, to the inch
 FORMATS = ("png", "svg", "pdf")
 
 SETTINGS: Any = {  # any: matplotlib has a type of its own for the keys

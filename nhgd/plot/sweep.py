@@ -11,7 +11,7 @@ from nhgd.plot.comparison import suits_logarithm
 from nhgd.plot.figure import figure
 from nhgd.plot.style import INK, PALETTE, QUIET, headed, save, styled
 
-EQUAL = 1e-9  # values that differ by less, relatively, differ by rounding
+EQUAL = 1e-6  # values that differ by less, relatively, differ by rounding
 Trials = Sequence[Mapping[str, Any]]
 
 
@@ -127,7 +127,9 @@ def _points(
     for marker, above in (("o", False), ("^", True)):
         some = [(place, min(value, top)) for place, value in zip(x, values, strict=True) if (value > top) == above]
         if some:
-            kept = "beyond the axis" if above and name is not None and edge is None else None if above else name
+            kept = name
+            if above and name is not None:
+                kept = "beyond the axis" if edge is None else f"{name}, beyond the axis"
             axes.scatter(
                 *zip(*some, strict=True), s=24, marker=marker, facecolors=fill, edgecolors=edge or fill, label=kept
             )
