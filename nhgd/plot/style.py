@@ -103,7 +103,7 @@ def line_of(index: int) -> dict[str, Any]:
 
 def headed(figure: Any, text: str) -> None:
     """A heading at the left, in as many lines as the figure is wide for."""
-    lines = wrap(text, max(int(LETTERS * figure.get_figwidth()), 20))
+    lines = wrap(text, max(int(LETTERS * figure.get_figwidth()), 20), break_on_hyphens=False)
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=11, fontweight="bold")
 
 
