@@ -1,6 +1,7 @@
 """A rehearsal of publication: build sdist and wheel, install them into empty environments, and run `nhgd demo` from there.
 
-    python -m benchmarks.rehearsal --python python3.11 --python python3.12 --out benchmarks/results/rehearsal-cpu.json
+    python -m benchmarks.rehearsal --python python3.10 --python python3.11 --python python3.12 --python python3.13 \\
+        --out benchmarks/results/rehearsal-cpu.json
 
 For each Python: torch alone first, then the wheel without extras, whose core must import and run and whose command must say
 what it lacks; then with the command line, from which the demo runs in an empty folder. Needs the network.

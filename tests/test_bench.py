@@ -33,7 +33,9 @@ def test_executions_are_measured_and_find_what_inline_finds():
     kept = strict_json(Path("a/bench.json").read_text())
     assert {key: value for key, value in kept.items() if key != "trials"} == printed
     assert Path("a/bench.png").read_bytes().startswith(b"\x89PNG")
-    page = report("a").read_text()
+    page = Path("a/report.html").read_text()
+    assert report("a").read_text() == page
+    assert all(word in page for word in ("--execution thread,device:cpu", "scikit-learn"))  # the command, the versions
     assert "l2 (quick) by nhgd: 3 executions" in page
     assert "device:cpu" in page
     rows = {row["execution"]: row for row in printed["rows"]}

@@ -85,6 +85,7 @@ def test_a_folder_goes_on_and_refuses_other_settings(tmp_path, monkeypatch):
     assert all(f">{row['method']}<" in page for row in first.costs)
     (file,) = (tmp_path / "runs").glob("soba-seed1-*.json")
     file.unlink()
+    (tmp_path / ".draft-1").mkdir()  # of a process that was killed
     measured = []
     real = nhgd.Solver.run
 
@@ -95,6 +96,7 @@ def test_a_folder_goes_on_and_refuses_other_settings(tmp_path, monkeypatch):
     monkeypatch.setattr(nhgd.Solver, "run", counted)
     again = nhgd.bench("quadratic", **TINY, out=tmp_path)
     assert set(measured) == {"soba"}
+    assert not list(tmp_path.glob(".draft-*"))
     assert [row["metrics"] for row in again.rows] == [row["metrics"] for row in first.rows]
     assert [row["seconds"] for row in again.rows][:3] == [row["seconds"] for row in first.rows][:3]
     with pytest.raises(nhgd.InputError, match="its budget is 60g, not 70g"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import shutil
 import subprocess
 import sys
@@ -134,3 +135,12 @@ def test_an_editable_install_is_a_path_that_type_checkers_follow(tmp_path):
     with zipfile.ZipFile(tmp_path / made.stdout.split()[-1]) as wheel:
         (hook,) = (name for name in wheel.namelist() if name.endswith(".pth"))
         assert wheel.read(hook).decode().strip() == str(tmp_path)
+
+
+def test_the_package_was_rehearsed_on_every_python_it_names():
+    """And the demo found the same on all of them: its budgets are counted, not timed."""
+    kept = json.loads((Path(__file__).parents[1] / "benchmarks/results/rehearsal-cpu.json").read_text())
+    rows = kept["rows"]
+    assert [row["python"].rpartition(".")[0] for row in rows] == ["3.10", "3.11", "3.12", "3.13"]
+    assert len({(row["demo"]["found"], row["demo"]["false_alarms"]) for row in rows}) == 1
+    assert nhgd.__version__ in kept["wheel"]

@@ -8,6 +8,7 @@ import torch
 
 from nhgd.plot import comparison, distilled, executions, heat, sweep
 from nhgd.plot.history import draw_history
+from nhgd.plot.style import SETTINGS
 from nhgd.task import Cleaning
 
 pytest.importorskip("matplotlib")
@@ -74,6 +75,37 @@ def test_the_bar_of_a_method_is_as_long_as_its_mean(drawn, tmp_path):
     assert [text.get_text() for text in axes.texts] == ["0.900 ± 0.050", "0.5"]
 
 
+def test_equal_values_of_a_sweep_are_equal_points_under_a_whole_heading(drawn, tmp_path):
+    """Values that differ by rounding alone are none of them beyond the axis; a long heading is not cut off."""
+    trials = [
+        {"number": n, "state": "complete", "value": value, "last_value": value, "parameters": {"steps": 5 * 2**n}}
+        for n, value in enumerate([0.576, 0.576, 0.57600006])
+    ]
+    about = {"task": "distillation", "method": "aid-fisher_diagonal", "selection": "evaluation_loss"}
+    about |= {"budget_words": "500 gradient-equivalents", "space": {"steps": "5,10,20"}, "ranges": {}}
+    sweep.draw_parameters([tmp_path / "a.png"], {"about": about, "trials": trials, "importance": {}, "logarithmic": []})
+    (made,) = drawn
+    points, best = made.axes[0].collections
+    assert len(points.get_offsets()) == 3
+    assert len(best.get_offsets()) == 1
+    assert all(tick == int(tick) for tick in made.axes[0].get_xticks())
+    extent = made._suptitle.get_window_extent()  # in dots of the file that was written
+    assert 0 < extent.x0 < extent.x1 < made.get_figwidth() * SETTINGS["savefig.dpi"]
+    assert made._suptitle.get_text().split() == (
+        [
+            "distillation",
+            "by",
+            "aid-fisher_diagonal:",
+            "evaluation",
+            "loss,",
+            "500",
+            "gradient-equivalents",
+            "a",
+            "trial",
+        ]
+    )
+
+
 def test_the_suspects_of_a_run_are_those_with_the_lowest_weights(drawn, tmp_path):
     made = Cleaning.preset("quick").build(0, torch.device("cpu"))
     with torch.no_grad():
@@ -98,6 +130,8 @@ def test_distilled_images_have_their_names_and_are_large(drawn, tmp_path):
     assert [title for title in titles if title] == ["T-shirt", "coat", "bag"]
     box = drawn[0].axes[0].get_window_extent()
     assert min(box.width, box.height) > 60
+    distilled.draw_distilled(tmp_path / "b.png", images[[0] * 10, :1], list("0123456789"), "one of each")
+    assert len(drawn[1].axes) == 10  # two lines of five, without a gap
 
 
 @pytest.mark.parametrize(("high", "extends"), [(0.5, "neither"), (3.0, "max")])
@@ -131,4 +165,8 @@ def test_points_of_a_sweep_far_above_the_others_are_at_the_edge(drawn, tmp_path)
     assert list(best.get_ydata()) == [3.0, 2.0, 2.0, 2.0, 2.0, 2.0]
     labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
     assert labels == ["trial", "beyond the axis", "pruned, last value", "best so far"]
+    trials[-1]["last_value"] = 1e5
+    sweep.draw_trials([tmp_path / "c.png"], given)
+    labels = [text.get_text() for text in drawn[2].legends[0].get_texts()]
+    assert labels == ["trial", "beyond the axis", "pruned, last value, beyond the axis", "best so far"]
     assert drawn[1].axes[0].get_xlim() == pytest.approx((0.073, 1.027))

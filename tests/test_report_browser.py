@@ -55,6 +55,9 @@ def test_the_page_of_a_sweep_renders_on_any_screen(window, tmp_path, width):
         == 8
     )
     assert window.run("return [...document.images].every(image => image.naturalWidth > 400)")
+    shown = "return [...document.querySelectorAll('.picture img')].map(image => image.getBoundingClientRect().width)"
+    assert window.run(shown)
+    assert min(window.run(shown)) >= 400  # what is written in it can be read, by scrolling if need be
     assert window.run("return document.documentElement.scrollWidth") <= width
     assert window.complaints() == []
     assert window.requests() == []

@@ -55,6 +55,7 @@ def value_of(seed, **settings):
 def test_a_trial_is_the_mean_of_runs_and_the_best_is_the_lowest():
     found = nhgd.sweep("quadratic", trials=3, seeds=2, pruner="none", settings={"inner_lr": 0.3}, **TINY)
     assert [row["state"] for row in found.trials] == ["complete"] * 3
+    assert "; tpe, no pruning" in str(found)
     for row in found.trials:
         expected = [value_of(seed, inner_lr=0.3, **row["parameters"]) for seed in (0, 1)]
         assert row["value"] == pytest.approx(sum(expected) / 2, rel=1e-12)

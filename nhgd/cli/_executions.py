@@ -22,6 +22,7 @@ from nhgd._memory import synchronise
 from nhgd._path import check_folder
 from nhgd._plan import readable
 from nhgd._progress import bar
+from nhgd._provenance import provenance
 from nhgd._results import folder, jsonable
 from nhgd._solver import Solver
 from nhgd.cli._launch import launch, tie_to_launcher
@@ -32,6 +33,7 @@ from nhgd.comparison.store import ASKED
 from nhgd.errors import InputError
 from nhgd.execution import EXECUTIONS, AbstractExecutor, Distributed, resolve
 from nhgd.plot import executions
+from nhgd.report import report as page
 
 Trial: TypeAlias = dict[str, Any]  # what `measured` gives: one run of one execution
 REFERENCE = "inline"
@@ -54,6 +56,7 @@ def compare(
     preset: str,
     changes: Sequence[str] | None,
     as_json: bool,
+    given: Sequence[str],
 ) -> None:
     """Time an outer step of a method under several executions, and compare what they find with the inline run.
 
@@ -97,6 +100,7 @@ def compare(
             "rounds": rounds,
             "rows": _rows(trials),
             "environment": _environment(case.device),
+            "provenance": provenance(given, case.device),
             "settings": settings,
             "out": None if out is None else str(out),
         }
@@ -104,6 +108,7 @@ def compare(
             kept = answer | {"trials": [_kept(name, trial) for name, some in trials.items() for trial in some]}
             place.write("bench.png", lambda path: executions.draw(path, answer))
             place.write_texts({"bench.json": json.dumps(jsonable(kept), indent=2, allow_nan=False) + "\n"})
+            page(place.path)
     if as_json:
         print_json(answer)
     else:
@@ -362,4 +367,4 @@ def _tell(answer: dict[str, Any]) -> None:
         )
     out.print(listed)
     if answer["out"] is not None:
-        out.print(f"\nWritten: bench.json, bench.png in {answer['out']}")
+        out.print(f"\nWritten: bench.json, bench.png and report.html in {answer['out']}")

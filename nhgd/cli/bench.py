@@ -94,17 +94,17 @@ def bench(
         "widen": widen, "jobs": jobs,
     }  # fmt: skip
     for_executions = {"method": method, "steps": steps, "rounds": rounds, "seed": seed}
+    given: Any = context.find_root().command
     if execution is not None:
         _refuse_given(for_methods, "compares methods; with --execution one method is compared with itself. Omit it.")
         _executions.compare(
             task, execution, _or(method, _executions.METHOD), _or(steps, _executions.STEPS),
             _or(warmup, _executions.WARMUP), _or(rounds, _executions.ROUNDS), _or(seed, _executions.SEED), device, data,
-            out, preset, changes, as_json,
+            out, preset, changes, as_json, given.given,
         )  # fmt: skip
         return
     remedies = {"method": "Use --methods.", "seed": "Use --seeds.", "steps": "Use --budget, such as 60s or 500g."}
     _refuse_given(for_executions, "is for the comparison of executions: --execution inline,thread.", remedies)
-    given: Any = context.find_root().command
     where = device_called(device)
     asked = Comparison.of(
         task, _or(methods, ",".join(METHODS)), _seeds(_or(chosen_seeds, SEEDS)), _or(budget, BUDGET),

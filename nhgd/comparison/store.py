@@ -32,8 +32,9 @@ class Store:
     def begin(self) -> None:
         """Refuse a folder that holds a comparison with other settings; remember those of this one."""
         check(self.path, self.asked)
-        for draft in (self.path / RUNS).glob(".draft-*"):  # of a process that was killed
-            shutil.rmtree(draft, ignore_errors=True)
+        for place in (self.path, self.path / RUNS):
+            for draft in place.glob(".draft-*"):  # of a process that was killed
+                shutil.rmtree(draft, ignore_errors=True)
         if not (self.path / ASKED).exists():
             text = json.dumps(self.asked, indent=2, allow_nan=False) + "\n"
             Folder(self.path).write_texts({ASKED: text})

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nhgd.plot.figure import figure
-from nhgd.plot.style import INK, QUIET, line_of, save, styled
+from nhgd.plot.style import INK, QUIET, headed, line_of, save, styled
 
 LABELS = {"seconds": "seconds, evaluation excluded", "gradients": "gradient-equivalents", "step": "outer steps"}
 
@@ -39,7 +39,7 @@ def draw_curves(paths: Sequence[Path], drawn: Mapping[str, Any]) -> Sequence[Pat
             )  # fmt: skip
         handles, labels = row[0].get_legend_handles_labels()
         made.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5))
-        made.suptitle(_title(drawn["about"], metric), x=0.01, ha="left", fontsize=11, fontweight="bold")
+        headed(made, _title(drawn["about"], metric))
         save(made, paths)
     return paths
 
@@ -67,7 +67,7 @@ def draw_bars(paths: Sequence[Path], drawn: Mapping[str, Any]) -> Sequence[Path]
         if drawn["share"]:  # shares: none is above 1
             axes.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
         axes.set_xlabel(f"{metric.replace('_', ' ')}, mean ± deviation")
-        axes.set_title(_title(drawn["about"], metric), x=0, fontsize=11)
+        headed(made, _title(drawn["about"], metric))
         save(made, paths)
     return paths
 

@@ -32,6 +32,7 @@ def draw_distilled(path: Path, images: Array, names: Sequence[str], title: str, 
     # Few images of a class leave the width for several classes in a line.
     across = max(1, min(classes, 6 // each))
     lines = -(-classes // across)
+    across = -(-classes // lines)  # lines of equal length: ten are five and five
     width = 1.25 * each * across + 0.3
     with styled():
         drawn = figure(max(width, 4.5), 1.25 * lines * min(high_by_wide, 4) + 0.32 * lines + 0.6)

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from nhgd.plot.figure import figure
-from nhgd.plot.style import PALETTE, save, styled
+from nhgd.plot.style import PALETTE, headed, save, styled
 
 
 class ControlObjective(Protocol):
@@ -72,6 +72,6 @@ def draw_state(path: Path, learnt: Tensor, true: Tensor, wanted: Tensor, times: 
             row[0].set_ylabel(f"t = {time:g}\ny")
         said = f"temperature, from {low:.2g} to {high:.2g}" + (", clipped at the ends" if beyond != "neither" else "")
         drawn.colorbar(image, ax=rows, shrink=0.7, extend=beyond, label=said)
-        drawn.suptitle("The temperature under the learnt source", x=0.01, ha="left", fontsize=11, fontweight="bold")
+        headed(drawn, "The temperature under the learnt source")
         save(drawn, [path])
     return path

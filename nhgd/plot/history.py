@@ -8,7 +8,7 @@ from typing import Any
 
 from nhgd.plot.comparison import suits_logarithm
 from nhgd.plot.figure import figure
-from nhgd.plot.style import PALETTE, QUIET, save, styled
+from nhgd.plot.style import PALETTE, QUIET, headed, save, styled
 
 LOSSES = ("outer_loss", "inner_loss")
 
@@ -49,7 +49,7 @@ def draw_history(
             drawn.supxlabel(
                 f"dashed: outer step {selected:g}, which the evaluation split selected", fontsize=8.5, color=QUIET
             )
-        drawn.suptitle(f"{title}, {len(history)} outer steps", x=0.01, ha="left", fontsize=11, fontweight="bold")
+        headed(drawn, f"{title}, {len(history)} outer steps")
         if path is not None:
             save(drawn, [path])
     return drawn

@@ -8,7 +8,7 @@ from typing import Any
 
 from nhgd.plot.comparison import suits_logarithm
 from nhgd.plot.figure import figure
-from nhgd.plot.style import line_of, save, styled
+from nhgd.plot.style import headed, line_of, save, styled
 
 
 def draw(paths: Sequence[Path], title: str, panels: Sequence[Mapping[str, Any]]) -> Sequence[Path]:
@@ -34,6 +34,6 @@ def draw(paths: Sequence[Path], title: str, panels: Sequence[Mapping[str, Any]])
         }
         if known:
             made.legend(known.values(), known.keys(), loc="outside lower center", ncols=4, fontsize=8)
-        made.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        headed(made, title)
         save(made, paths)
     return paths

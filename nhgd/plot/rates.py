@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nhgd.plot.figure import figure
-from nhgd.plot.style import QUIET, line_of, save, styled
+from nhgd.plot.style import QUIET, headed, line_of, save, styled
 
 ACROSS = 3
 
@@ -31,7 +31,7 @@ def draw(paths: Sequence[Path], title: str, panels: Sequence[Mapping[str, Any]])
             axes.legend(fontsize=7.5)
         for axes in flat[len(panels) :]:
             axes.set_visible(False)
-        made.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        headed(made, title)
         save(made, paths)
     return paths
 

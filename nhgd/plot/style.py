@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from nhgd.errors import InputError
@@ -45,6 +46,7 @@ DARK = Theme(
 PALETTE = LIGHT.palette
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))  # once the colours are used up
 INK, QUIET, GRID = LIGHT.ink, LIGHT.quiet, LIGHT.grid
+LETTERS = 10  # of a heading, to the inch
 FORMATS = ("png", "svg", "pdf")
 
 SETTINGS: Any = {  # any: matplotlib has a type of its own for the keys
@@ -97,6 +99,12 @@ def line_of(index: int) -> dict[str, Any]:
         "color": PALETTE[index % len(PALETTE)],
         "linestyle": DASHES[index // len(PALETTE) % len(DASHES)],
     }
+
+
+def headed(figure: Any, text: str) -> None:
+    """A heading at the left, in as many lines as the figure is wide for."""
+    lines = wrap(text, max(int(LETTERS * figure.get_figwidth()), 20), break_on_hyphens=False)
+    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=11, fontweight="bold")
 
 
 def save(figure: Any, paths: Sequence[Path]) -> None:

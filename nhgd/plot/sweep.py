@@ -9,8 +9,9 @@ from typing import Any
 
 from nhgd.plot.comparison import suits_logarithm
 from nhgd.plot.figure import figure
-from nhgd.plot.style import INK, PALETTE, QUIET, save, styled
+from nhgd.plot.style import INK, PALETTE, QUIET, headed, save, styled
 
+EQUAL = 1e-6  # values that differ by less, relatively, differ by rounding
 Trials = Sequence[Mapping[str, Any]]
 
 
@@ -39,7 +40,7 @@ def draw_trials(paths: Sequence[Path], drawn: Mapping[str, Any]) -> Sequence[Pat
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set(xlabel="trial", ylabel=_words(drawn["about"]["selection"]))
         made.legend(loc="outside lower center", ncols=5)
-        made.suptitle(_title(drawn["about"]), x=0.01, ha="left", fontsize=11, fontweight="bold")
+        headed(made, _title(drawn["about"]))
         save(made, paths)
     return paths
 
@@ -76,6 +77,8 @@ def draw_parameters(paths: Sequence[Path], drawn: Mapping[str, Any]) -> Sequence
                 axes.set_xlim(
                     *((low / room, high * room) if key in drawn["logarithmic"] else (low - room, high + room))
                 )
+            if numbers and key not in drawn["logarithmic"] and all(isinstance(value, int) for value in x):
+                axes.xaxis.get_major_locator().set_params(integer=True)
             _points(axes, x, values, top, PALETTE[0], None)
             at = good.index(best)
             axes.scatter(
@@ -89,7 +92,7 @@ def draw_parameters(paths: Sequence[Path], drawn: Mapping[str, Any]) -> Sequence
             if nth % across == 0:
                 axes.set_ylabel(_words(drawn["about"]["selection"]))
         places.flat[0].legend(loc="best", fontsize=8)
-        made.suptitle(_title(drawn["about"]), x=0.01, ha="left", fontsize=11, fontweight="bold")
+        headed(made, _title(drawn["about"]))
         save(made, paths)
     return paths
 
@@ -100,6 +103,8 @@ def _top(axes: Any, values: Sequence[float]) -> float:
     low, usual = ordered[0], ordered[(3 * (len(ordered) - 1)) // 4]
     logarithmic = suits_logarithm([{"low": [low], "high": [usual]}])
     top = ordered[-1] if logarithmic else min(ordered[-1], low + 3 * (usual - low))
+    if ordered[-1] - low <= EQUAL * abs(low):
+        return ordered[-1]
     if logarithmic:
         axes.set_yscale("log")
         axes.set_ylim(low / 1.2, top * 1.2)
@@ -122,7 +127,9 @@ def _points(
     for marker, above in (("o", False), ("^", True)):
         some = [(place, min(value, top)) for place, value in zip(x, values, strict=True) if (value > top) == above]
         if some:
-            kept = "beyond the axis" if above and name is not None and edge is None else None if above else name
+            kept = name
+            if above and name is not None:
+                kept = "beyond the axis" if edge is None else f"{name}, beyond the axis"
             axes.scatter(
                 *zip(*some, strict=True), s=24, marker=marker, facecolors=fill, edgecolors=edge or fill, label=kept
             )

@@ -62,6 +62,7 @@ def chart(
     y_label: str,
     level: tuple[float, str] | None = None,
     moment: tuple[float, str] | None = None,
+    whole: bool = False,
 ) -> Html:
     """An SVG picture.
 
@@ -70,6 +71,7 @@ def chart(
         x_label, y_label: of the axes.
         level: a value that a horizontal line marks, and its words.
         moment: the same on the other axis.
+        whole: only whole numbers stand below it.
     """
     drawn = [line for line in lines if any(True for _ in _points(line))]
     values = [value for line in drawn for value in _values(line)]
@@ -87,7 +89,7 @@ def chart(
     return element(
         "svg",
         element("title", f"{y_label}{kind} over {x_label}: {names}"),
-        _grid(across, upwards),
+        _grid(across, upwards, whole),
         _level(upwards, level),
         _moment(across, moment),
         (_band(line, across, upwards) for line in drawn if line.low),
@@ -164,13 +166,15 @@ def _values(line: Line) -> Iterator[float]:
     yield from (value for edge in (line.low, line.high) for value in edge if value is not None)
 
 
-def _grid(across: Scale, upwards: Scale) -> Html:
+def _grid(across: Scale, upwards: Scale, whole: bool) -> Html:
     made: list[Html] = []
     for value in upwards.ticks():
         y = f"{upwards(value):.1f}"
         made.append(element("line", x1=LEFT, x2=WIDE - RIGHT, y1=y, y2=y, class_="grid"))
         made.append(element("text", said(value), x=LEFT - 8, y=y, dy="0.35em", text_anchor="end"))
     for value in across.ticks():
+        if whole and value % 1:
+            continue
         x = f"{across(value):.1f}"
         made.append(element("line", x1=x, x2=x, y1=TOP, y2=HIGH - BOTTOM, class_="grid"))
         made.append(element("text", said(value), x=x, y=HIGH - BOTTOM + 18, text_anchor="middle"))

@@ -8,8 +8,9 @@ from typing import Any
 
 from nhgd.report.folder import picture, read_json
 from nhgd.report.html import Html, joined
-from nhgd.report.page import Page, Section, listing, paragraph
+from nhgd.report.page import Page, Section, paragraph
 from nhgd.report.page import picture as figure
+from nhgd.report.provenance import PROVENANCE, provenance
 from nhgd.report.shape import NUMBER
 from nhgd.report.table import Cell, Column, table
 
@@ -23,7 +24,7 @@ SHAPE = {
             "largest_lag": NUMBER, "difference": NUMBER, **{f"{part}_milliseconds": NUMBER for part in PARTS},
         }
     ],
-    "environment?": {str: object},
+    "environment?": {str: object}, "provenance?": PROVENANCE,
 }  # fmt: skip
 
 
@@ -43,9 +44,13 @@ def page(folder: Path) -> Page:
         None,
         [
             Section("Comparison", _comparison(folder, found)),
-            Section("Environment", listing(found.get("environment") or {})),
+            Section("Environment and command", provenance(_origin(found))),
         ],
     )
+
+
+def _origin(found: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(found.get("provenance") or {}) | {"environment": found.get("environment") or {}}
 
 
 def _comparison(folder: Path, found: Mapping[str, Any]) -> Html:

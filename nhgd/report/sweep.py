@@ -41,7 +41,7 @@ def page(folder: Path) -> Page:
     ended = ", ".join(f"{states.count(state)} {state}" for state in ("pruned", "failed") if state in states)
     return Page(
         f"{found['task']}{preset} by {found['method']}: {len(trials)} trials",
-        f"{found['budget_words']} a trial, {found['sampler']} with {found['pruner']} pruning{f', {ended}' if ended else ''},"
+        f"{found['budget_words']} a trial, {found['sampler']} with {'no' if found['pruner'] == 'none' else found['pruner']} pruning{f', {ended}' if ended else ''},"
         f" on {found['device']}",
         f"The lowest {titled(found['selection'])} is {best['value']:.4g}, with {said(best['parameters'])}.",
         [
@@ -77,7 +77,7 @@ def _history(found: Mapping[str, Any]) -> Html:
     return joined(
         [
             element("h3", "The best so far"),
-            chart([Line("best so far", 0, numbers, _lowest(values))], "trial", name),
+            chart([Line("best so far", 0, numbers, _lowest(values))], "trial", name, whole=True),
         ]
     )
 

@@ -110,7 +110,7 @@ class Found:
             )
         parts = [
             f"{about['task']} by {about['method']}: {len(self.trials)} trials of {about['budget_words']} each{more};"
-            f" {about['sampler']}, {about['pruner']} pruning",
+            f" {about['sampler']}, {'no' if about['pruner'] == 'none' else about['pruner']} pruning",
             "",
             *aligned(lines),
         ]
