@@ -244,7 +244,7 @@ class Comparison:
             if store is not None:
                 check(store.path, store.asked)
             trials = self.trials()
-            if store is None or any(store.load(trial) is None for trial in trials):
+            if not late(until) and (store is None or any(store.load(trial) is None for trial in trials)):
                 self._rehearse_building(None if target is None else target[0], workers is not None)
             if store is not None:
                 store.begin()
@@ -252,10 +252,11 @@ class Comparison:
                 runs = self._runs(trials, store, progress, say, until, workers)
                 for _ in range(self.widen):
                     wider = self._wider(runs)
-                    if not wider or late(until):
+                    more = self._runs(wider, store, progress, say, until, workers) if wider else []
+                    if not more:
                         break
                     trials += wider
-                    runs += self._runs(wider, store, progress, say, until, workers)
+                    runs += more
             except KeyboardInterrupt as stop:
                 if store is not None:
                     stop.args = (f"The finished runs are in {out}; the same command goes on from there.",)
