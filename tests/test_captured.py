@@ -14,7 +14,7 @@ from torch import nn
 
 import nhgd
 from nhgd._captured.captured import CompileWarning
-from nhgd.algorithm import AID, NHGD, NHGDSingle
+from nhgd.algorithm import AID, NHGD
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDiagonal, FisherWindow, Refined
 from nhgd.schedule import Decay
 from tests.recorded import HostRead, RecordedCapture
@@ -37,8 +37,6 @@ METHODS = {
     "aid-kfac": AID(FULL),
     "ekfac": NHGD(EKFAC(overhead=None)),
     "diagonal": NHGD(FisherDiagonal(overhead=None)),
-    "single loop": NHGDSingle(FULL),
-    "single loop within a budget": NHGDSingle(KFAC()),
 }
 PRODUCTS = {
     "cg": AID(CG(steps=4)),
@@ -116,7 +114,7 @@ def test_repeated_steps_are_the_steps_themselves(recorded, plain_first, name):
 
 
 @pytest.mark.filterwarnings("ignore::nhgd.InverseWarning", "ignore::nhgd._stagnation.StagnationWarning")
-@pytest.mark.parametrize("name", ["identity", "soba", "kfac", "kfac, final", "ekfac", "diagonal", "single loop"])
+@pytest.mark.parametrize("name", ["identity", "soba", "kfac", "kfac, final", "ekfac", "diagonal"])
 def test_they_are_those_of_a_run_without_them(recorded, name):
     found = run(METHODS[name])
     assert_repeated(found)

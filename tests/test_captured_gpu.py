@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import nhgd
-from nhgd.algorithm import AID, NHGD, NHGDSingle
+from nhgd.algorithm import AID, NHGD
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDiagonal, Refined
 from nhgd.schedule import Decay
 
@@ -27,8 +27,6 @@ METHODS = {
     "kfac within a budget": NHGD(),
     "ekfac": NHGD(EKFAC(overhead=None)),
     "diagonal": NHGD(FisherDiagonal(overhead=None)),
-    "single loop": NHGDSingle(FULL),
-    "single loop within a budget": NHGDSingle(KFAC()),
     "refined": NHGD(Refined(FULL, steps=3)),
 }
 

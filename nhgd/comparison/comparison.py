@@ -306,6 +306,9 @@ class Comparison:
                 words = f"{trial.label}, seed {trial.seed}{_in_brackets(trial.settings)}"
                 tick(len(found) / len(trials), words)
                 say(f"{len(found)} of {len(trials)}: {words}: {_ended(run, self.task.headline)}")
+        for trial in left if store is not None else []:  # what failed, and was not tried again in the time
+            if trial.key not in found and (run := store.load(trial, failed=True)) is not None:
+                found[trial.key] = run
         return [found[trial.key] for trial in trials if trial.key in found]
 
     def _measured(self, trials: Iterable[Trial], store: Store | None) -> Iterator[tuple[Trial, Run]]:
