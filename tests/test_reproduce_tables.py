@@ -162,7 +162,9 @@ def test_what_is_kept_holds_what_the_page_says_of_it():
     assert all(row["held"] for row in claims(theory))
     for experiment in TABLES:
         found = reproduction.read(experiment)
-        assert found["quick"]
+        assert not found["quick"]
+        assert found["environment"]["gpu"] == "NVIDIA H200"
+        assert (found["jobs"], found["beside"]) == (4, 12)
         for row in found["rows"]:
             base = "nhgd-paper" if row["method"] == CARRIED else row["method"]
             expected = CLAIMED[experiment].get(base)

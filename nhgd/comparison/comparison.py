@@ -176,7 +176,7 @@ class Comparison:
             if store is not None:
                 check(store.path, store.asked)
             trials = self.trials()
-            if store is None or any(store.load(trial) is None for trial in trials):
+            if not late(until) and (store is None or any(store.load(trial) is None for trial in trials)):
                 self._rehearse_building(None if target is None else target[0], workers is not None)
             if store is not None:
                 store.begin()
@@ -184,10 +184,11 @@ class Comparison:
                 runs = self._runs(trials, store, progress, say, until, workers)
                 for _ in range(self.widen):
                     wider = self._wider(runs)
-                    if not wider or late(until):
+                    more = self._runs(wider, store, progress, say, until, workers) if wider else []
+                    if not more:
                         break
                     trials += wider
-                    runs += self._runs(wider, store, progress, say, until, workers)
+                    runs += more
             except KeyboardInterrupt as stop:
                 if store is not None:
                     stop.args = (f"The finished runs are in {out}; the same command goes on from there.",)
@@ -238,6 +239,9 @@ class Comparison:
                 words = f"{trial.label}, seed {trial.seed}{_in_brackets(trial.settings)}"
                 tick(len(found) / len(trials), words)
                 say(f"{len(found)} of {len(trials)}: {words}: {_ended(run, self.task.headline)}")
+        for trial in left if store is not None else []:  # what failed, and was not tried again in the time
+            if trial.key not in found and (run := store.load(trial, failed=True)) is not None:
+                found[trial.key] = run
         return [found[trial.key] for trial in trials if trial.key in found]
 
     def _measured(self, trials: Iterable[Trial], store: Store | None) -> Iterator[tuple[Trial, Run]]:

@@ -48,13 +48,13 @@ class Store:
         """Where the pictures of a run are."""
         return self.path / PICTURES / self.name(trial)
 
-    def load(self, trial: Trial) -> Run | None:
-        """The run, if it was finished without an error."""
+    def load(self, trial: Trial, failed: bool = False) -> Run | None:
+        """The run, if it was finished without an error; or also with one, where a `failed` run is wanted."""
         try:
             run = json.loads((self.path / RUNS / f"{self.name(trial)}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return run if isinstance(run, dict) and run.get("error", "") is None else None
+        return run if isinstance(run, dict) and "error" in run and (failed or run["error"] is None) else None
 
     def keep(self, trial: Trial, run: Run) -> None:
         """Write a run; its file appears whole or not at all."""

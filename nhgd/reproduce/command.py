@@ -51,6 +51,7 @@ class Request:
         seeds: how many each final run has; None: what suits the experiment.
         steps: outer steps of the runs with the paper's settings; None: what suits the experiment.
         longest: a time such as "60s" after which such a run ends with the steps it has; None: none.
+        beside: runs of other experiments at the same time, for the reader of the result.
         jobs: runs at the same time, each in a process of its own; they disturb each other's clocks, all methods alike.
     """
 
@@ -69,6 +70,7 @@ class Request:
     steps: int | None = None
     longest: str | None = None
     jobs: int = 1
+    beside: int = 0
 
     def __post_init__(self) -> None:
         if self.experiment not in EXPERIMENTS:
@@ -126,6 +128,7 @@ def _table(request: Request, say: Say) -> Result:
         request.steps,
         request.longest,
         request.jobs,
+        request.beside,
     )
     with folder(request.out) as place:
         found = table(asked, None if place is None else place.path, say)
@@ -203,6 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="outer steps with the paper's settings")
     parser.add_argument("--longest", help="a time after which a run with the paper's settings ends, such as 60s")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, each in a process of its own")
+    parser.add_argument("--beside", type=int, default=0, help="such runs of other experiments, for the reader")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     given = vars(parser.parse_args(arguments))
     as_object = given.pop("json")

@@ -30,6 +30,7 @@ from nhgd.reproduce.tables.claimed import CLAIMED
 from nhgd.reproduce.tables.plan import CARRIED, LAST, Plan, Stage, plan_of
 from nhgd.reproduce.tables.rows import curves, fair_row, first_in_time, printed_row
 
+LONG = 120.0  # seconds that no run is given up before, of a table whose time is limited
 SEARCH_POINTS = 20  # evaluations of a run of the search
 QUICK_SECONDS = 140.0  # after which a quick one begins no further run
 STAGES = {"printed": ("printed",), "fair": ("grid", "seeds"), "own": ("own",)}  # by what --only says
@@ -54,6 +55,7 @@ class Asked:
     steps: int | None = None
     longest: str | None = None
     jobs: int = 1
+    beside: int = 0
     smallest: bool = False
 
     def plan(self) -> Plan:
@@ -84,7 +86,7 @@ def table(asked: Asked, out: Path | None, say: Callable[[str], None] = lambda wo
     with ExitStack() as stack:
         workers = None
         if asked.jobs > 1:
-            longest = None if asked.seconds is None else asked.seconds / 3
+            longest = None if asked.seconds is None else max(asked.seconds / 3, min(asked.seconds, LONG))
             workers = stack.enter_context(Workers(asked.jobs, longest))
         return _table(asked, out, say, workers)
 
@@ -191,6 +193,7 @@ def _put_together(
         "problem": plan.words,
         "last": LAST,
         "jobs": asked.jobs,
+        "beside": asked.beside,
         "protocols": {
             "printed": _about(printed, plan.printed),
             "fair": _about(final, plan.grid)
