@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import nhgd
 from nhgd.inverse import KFAC
-from nhgd.inverse._learned import eigenbasis, together
+from nhgd.inverse._learned import concurrent, eigenbasis, together
 from nhgd.inverse._learned.effort import Effort
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.learning import learn
@@ -134,3 +134,31 @@ def test_a_run_solves_together(monkeypatch: pytest.MonkeyPatch) -> None:
         solver.run(steps=4)
         found.append(problem.v.flat())
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("shapes", [[(1, 5)], [(3, 4), (1, 7), (2, 4)], [(1, 3)] * 20])
+def test_decompositions_beside_each_other_are_the_same(shapes: list[tuple[int, int]]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    named = []
+    for i, (groups, n) in enumerate(shapes):
+        x = torch.randn(groups, n, n, dtype=torch.float64, generator=generator)
+        named.append((str(i), x @ x.mT))
+    found = concurrent.decomposed_beside(named, eigenbasis.eigenvalues)
+    for (name, matrix), (values, vectors) in zip(named, found, strict=True):
+        own = [eigenbasis.eigenvalues(name, matrix[i : i + 1]) for i in range(len(matrix))]
+        assert torch.equal(values, torch.cat([v for v, _ in own]))
+        assert torch.equal(vectors, torch.cat([q for _, q in own]))
+
+
+def test_factors_are_decomposed_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, state, _ = learnt("deep", 8)
+    alone = eigenbasis.decompositions(state, state.inputs, None)
+    monkeypatch.setattr(concurrent, "pays", lambda matrices: True)
+    beside = eigenbasis.decompositions(state, state.inputs, None)
+    for layer, basis in alone.items():
+        assert all(torch.equal(a, b) for a, b in zip(basis, beside[layer], strict=True))
+
+
+def test_a_failure_beside_others_is_told() -> None:
+    with pytest.raises(nhgd.NonFiniteError, match="bad"):
+        concurrent.decomposed_beside([("bad", torch.full((1, 3, 3), torch.nan))], eigenbasis.eigenvalues)

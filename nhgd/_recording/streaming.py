@@ -57,10 +57,9 @@ class Products:
     @property
     def total(self) -> Tensor:
         """Over all calls, in their own order: whether scores were held, and so when they arrived, changes no bit."""
-        total = torch.zeros_like(self.like)
-        for position in sorted(self._parts):
-            total += self._parts[position]
-        return total
+        if not self._parts:
+            return torch.zeros_like(self.like)
+        return torch.stack([self._parts[position] for position in sorted(self._parts)]).sum(0)
 
 
 class LayerParts:
