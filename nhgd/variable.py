@@ -330,7 +330,8 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     if len(a) <= PIECE:
         return a.double().dot(b.double())
     if a is b:
-        return torch.linalg.vector_norm(a, dtype=torch.float64).square()
+        norm: Tensor = torch.linalg.vector_norm(a, dtype=torch.float64)
+        return norm.square()
     pieces = zip(a.split(PIECE), b.split(PIECE), strict=True)
     return torch.stack([(some * other).sum(dtype=torch.float64) for some, other in pieces]).sum()
 

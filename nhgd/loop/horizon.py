@@ -247,6 +247,7 @@ class Horizon:
         hz = at.hvp(z) if persists else None
         other = u if learnt is None or not self.plain else learnt
         ho = at.hvp(other) if compares else None
+        pairs: list[tuple[Tensor | None, Tensor | None]]
         pairs = [(u, u), (x, u), (x, w), (z, u), (x, hz), (z, hz), (x, x), (z, z), (x, z), (w, w), (w, u), (w, hz)]
         pairs += [(hz, hz), (hz, u), (other, u), (other, ho)]
         none = newton.new_zeros((), dtype=torch.float64)
