@@ -28,6 +28,10 @@ from torch import Tensor, nn
 
 import nhgd
 from benchmarks.environment import environment
+from nhgd._recording.recorder import Recorder
+from nhgd._recording.sampling import Sampling
+from nhgd.hypergradients.implicit import implicit
+from nhgd.oracle import Oracle
 
 SOURCES = 32
 VALUES = 256
@@ -121,7 +125,10 @@ class Job:
     def weighted(self, model: nn.Module, v: Tensor, batch: Any) -> nhgd.Losses:
         """The losses of the inner problem."""
         values, z = self.losses(model, batch)
-        return nhgd.Losses(values, v[batch[-1]].sigmoid(), z)
+        source = (
+            batch[1] if batch[0].dtype == torch.int64 else batch[2]
+        )  # behind it, `nhgd.Data` has the number of a sample
+        return nhgd.Losses(values, v[source].sigmoid(), z)
 
     def problem(self) -> nhgd.Bilevel:
         """Weights of sources, learnt on the outer data."""
@@ -326,6 +333,21 @@ def precision(options: argparse.Namespace, device: torch.device) -> dict[str, An
             "relative_error": float((a - b).norm() / b.norm()),
         }
 
+    def thinned(places: int | None) -> Tensor:
+        """From ten records under autocast, as a run's inner steps make them: of all places of a sample, or of a few."""
+        torch.manual_seed(0)
+        model = Transformer(2, width, shape.places).to(device)
+        model.load_state_dict(start)
+        own = Job(model, job.inner, job.outer, None, low=True)
+        problem, batches = own.problem(), job.inner[:10]
+        recorder, state = Recorder(problem, "layer", couples=False), kfac.init(problem.theta)
+        for step, batch in enumerate(batches):
+            recorder.sampling = None if places is None else Sampling(None, places, step)
+            record = recorder.step(batch).record
+            assert record is not None
+            state = kfac.observe(state, record)
+        return implicit(Oracle(problem, job.inner[:2], job.outer[0]), kfac, state).grad.double()
+
     damping = 1e-3
     kfac = nhgd.inverse.KFAC(damping=damping)
     exact = found(kfac, torch.float64, low=False)
@@ -335,11 +357,13 @@ def precision(options: argparse.Namespace, device: torch.device) -> dict[str, An
         "bfloat16": found(kfac, torch.bfloat16, low=False),
         "block": found(nhgd.inverse.KFAC(damping=damping, split=max(16, width // 2)), torch.float32, low=True),
     }
+    records = {"ten records": thinned(None), "ten records, 8 places": thinned(8)}
     converged = found(nhgd.inverse.Refined(kfac, steps=30, matrix="ggn"), torch.float32, low=False)
     return {
         "parameters": sum(t.numel() for t in start.values()),
         "against_float64": {name: relation(grad, exact) for name, grad in ways.items()},
-        "against_converged": {name: relation(grad, converged) for name, grad in ways.items()},
+        "against_converged": {name: relation(grad, converged) for name, grad in (ways | records).items()},
+        "thinned": relation(records["ten records, 8 places"], records["ten records"]),
     }
 
 

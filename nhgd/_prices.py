@@ -108,7 +108,9 @@ class Priced(TorchDispatchMode):
             numbers = sum(t.numel() * (0.5 if t.dtype in _LOW else 1.0) for t in every)
             formula = flop_registry.get(func._overloadpacket)
             if formula is not None:
-                smallest = _smallest([tuple(t.shape) for t in given])
+                # Of attention, what follows queries, keys and values are sums over their rows.
+                factors = given[:4] if "attention" in func.__name__ else given
+                smallest = _smallest([tuple(t.shape) for t in factors])
                 flops = float(formula(*args, **kwargs, out_val=result))
                 each = prices.multiplication
                 if max((t.dtype.itemsize for t in given if t.is_floating_point()), default=4) < 4:
