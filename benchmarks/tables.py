@@ -138,6 +138,45 @@ def ways_on_gpu(result: dict) -> str:
     return "\n".join(lines)
 
 
+def beside_plain(result: dict) -> str:
+    """Outer steps beside plain training, with what is aimed at."""
+    models = {"transformer": ("transformer", 1.15, 1.4), "resnet": ("ResNet-18", 1.2, None)}
+    lines = [
+        "| model | parameters | way | ms, mean | median | times plain, mean | median | aim | build-up, ms | MB | times plain"
+        " | in the build-up | aim |",
+        "| --- " * 13 + "|",
+    ]
+    for key, (name, time_aim, memory_aim) in models.items():
+        found, plain = result[key], result[key]["plain"]
+        for way in ("plain", "nhgd"):
+            row, own = found[way], way != "plain"
+            cells = [
+                f"{name} | {found['parameters'] / 1e6:.0f} M | {way} | {row['mean']:.0f} | {row['milliseconds']:.0f}"
+            ]
+            cells += [f"{row[k] / plain[k]:.2f}" if own else "" for k in ("mean", "milliseconds")]
+            cells += [f"{time_aim}" if own else "", f"{row['first_milliseconds']:.0f}" if own else ""]
+            cells += [f"{row['megabytes']:.0f}", f"{row['memory_times_plain']:.2f}" if own else ""]
+            cells += [f"{row['first_memory_times_plain']:.2f}" if own else ""]
+            cells += [f"{memory_aim}" if own and memory_aim else ""]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def few_digits(result: dict) -> str:
+    """Hypergradients of a transformer of a million parameters against the converged one."""
+    names = {
+        "float32": "float32, two records of all places",
+        "autocast": "the same under autocast",
+        "bfloat16": "the same with bfloat16 parameters",
+        "block": "the same in blocks of half the width",
+        "ten records": "autocast, ten records of all places",
+        "ten records, 8 places": "autocast, ten records of 8 places of each sample",
+    }
+    rows = result["precision"]["against_converged"]
+    lines = ["| K-FAC learnt from | cosine with the converged hypergradient |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {label} | {rows[name]['cosine']:.3f} |" for name, label in names.items())])
+
+
 def growth(result: dict) -> str:
     lines = ["| size | slope of time | slope of memory |", "| --- | --- | --- |"]
     for axis, found in result["axes"].items():
@@ -189,6 +228,8 @@ def pages() -> dict[str, dict[str, str]]:
             "captured-late": captured_late(read("captured-late-h200.json")),
             "ways-h200": ways_on_gpu(read("floor-h200.json")),
             "growth": growth(read("growth-cpu.json")),
+            "beside-plain": beside_plain(read("transformer-h200.json")),
+            "few-digits": few_digits(read("precision-cpu.json")),
         },
         "docs/rivals.md": {"rivals": rivals.table(read("rivals-cpu.json"))},
         "docs/pde.md": {"pde": pde(read("pde-h200.json")), "pde-quick": pde(read("pde-quick-cpu.json"))},

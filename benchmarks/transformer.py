@@ -5,8 +5,8 @@
 
 Weights of the sources of documents are learnt. Every way takes the same inner steps of AdamW (SGD for the ResNet), under bfloat16
 autocast on a GPU: `plain` are those steps and one validation gradient; `aid-identity` and `nhgd`, with its defaults, are whole
-outer steps. The first outer steps, in which models are inspected and curvature is built up, are not timed, but count for the
-peak of memory. In `precision`, on a transformer of two layers and a million parameters, K-FAC's hypergradient in float32 from
+outer steps, `nhgd-captured` those that are replayed as CUDA graphs. The first outer steps, in which models are inspected and
+curvature is built up, are timed apart. In `precision`, on a transformer of two layers and a million parameters, K-FAC's hypergradient in float32 from
 whole batches, and those under autocast and of bfloat16 parameters, are compared with that in float64, and with a converged
 solution of the Gauss-Newton system. Needs torch and numpy alone.
 """
@@ -28,6 +28,10 @@ from torch import Tensor, nn
 
 import nhgd
 from benchmarks.environment import environment
+from nhgd._recording.recorder import Recorder
+from nhgd._recording.sampling import Sampling
+from nhgd.hypergradients.implicit import implicit
+from nhgd.oracle import Oracle
 
 SOURCES = 32
 VALUES = 256
@@ -121,7 +125,10 @@ class Job:
     def weighted(self, model: nn.Module, v: Tensor, batch: Any) -> nhgd.Losses:
         """The losses of the inner problem."""
         values, z = self.losses(model, batch)
-        return nhgd.Losses(values, v[batch[-1]].sigmoid(), z)
+        source = (
+            batch[1] if batch[0].dtype == torch.int64 else batch[2]
+        )  # behind it, `nhgd.Data` has the number of a sample
+        return nhgd.Losses(values, v[source].sigmoid(), z)
 
     def problem(self) -> nhgd.Bilevel:
         """Weights of sources, learnt on the outer data."""
@@ -232,11 +239,41 @@ def bilevel(job: Job, method: Any, inner_steps: int, steps: int, before: int) ->
         first = timed(lambda: [solver.step() for _ in range(before)], job.device)
     with Memory(job.device) as settled:
         times = [timed(solver.step, job.device) for _ in range(steps)]
+    return summary(solver, times, first, before, settled, memory)
+
+
+def captured(job: Job, inner_steps: int, steps: int, before: int) -> dict[str, Any]:
+    """The same, replayed as CUDA graphs where they are: with data that lie on the device, as `nhgd.Data` has them."""
+    parts = [torch.cat(tensors) for tensors in zip(*job.inner, strict=True)]
+    inner = nhgd.Data(*parts, batch=len(job.inner[0][0]))
+    outer = nhgd.Data(*job.outer[0], batch=len(job.outer[0][0]))
+    with Memory(job.device) as memory:
+        solver = nhgd.Solver(
+            job.problem(),
+            inner,
+            outer,
+            method="nhgd",
+            inner_steps=inner_steps,
+            inner_optimizer=job.optimizer,
+            outer_lr=0.1,
+        )
+        first = timed(lambda: solver.run(steps=before), job.device)
+    with Memory(job.device) as settled:
+        whole = timed(lambda: solver.run(steps=steps), job.device)
+    found = summary(solver, [whole / steps], first, before, settled, memory)
+    return found | {"compile": str(solver.run(steps=1).stats["compile"])}
+
+
+def summary(
+    solver: nhgd.Solver, times: list[float], first: float, before: int, settled: Memory, memory: Memory
+) -> dict[str, Any]:
+    """What is told of outer steps."""
     learner = solver.loop.inverse.learner if solver.loop.inverse is not None else None
     return {
         "milliseconds": sorted(times)[len(times) // 2],
         "mean": sum(times) / len(times),
         "longest": max(times),
+        "each": [round(t, 1) for t in times],
         "first_milliseconds": first / max(1, before),
         "megabytes": settled.peak,
         "first_megabytes": memory.peak,
@@ -245,14 +282,18 @@ def bilevel(job: Job, method: Any, inner_steps: int, steps: int, before: int) ->
     }
 
 
-def compared(make: Callable[[], Job], options: argparse.Namespace) -> dict[str, Any]:
-    """Plain training beside `aid-identity` and `nhgd`."""
+def compared(make: Callable[[], Job], options: argparse.Namespace, replays: bool = False) -> dict[str, Any]:
+    """Plain training beside `aid-identity` and `nhgd`, which also `replays` its steps."""
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in make().model.parameters())}
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "plain": lambda: plain(make(), options.inner_steps, options.steps),
-        "nhgd": lambda: bilevel(make(), "nhgd", options.inner_steps, 2 * options.steps, options.before),
+        "nhgd": lambda: bilevel(make(), "nhgd", options.inner_steps, 6 * options.steps, options.before),
         "aid-identity": lambda: bilevel(make(), "aid-identity", options.inner_steps, options.steps, 1),
     }
+    if replays:
+        ways["nhgd-captured"] = lambda: captured(make(), options.inner_steps, 6 * options.steps, options.before + 4)
+    if options.ways:
+        ways = {name: way for name, way in ways.items() if name in options.ways}
     for name, way in ways.items():
         try:
             found[name] = way()
@@ -263,6 +304,8 @@ def compared(make: Callable[[], Job], options: argparse.Namespace) -> dict[str, 
             found[name]["times_plain"] = found[name]["mean"] / base["mean"]
             if base["megabytes"]:
                 found[name]["memory_times_plain"] = found[name]["megabytes"] / base["megabytes"]
+                if "first_megabytes" in found[name]:
+                    found[name]["first_memory_times_plain"] = found[name]["first_megabytes"] / base["megabytes"]
         print(name, json.dumps(found[name]), flush=True)
     return found
 
@@ -290,6 +333,21 @@ def precision(options: argparse.Namespace, device: torch.device) -> dict[str, An
             "relative_error": float((a - b).norm() / b.norm()),
         }
 
+    def thinned(places: int | None) -> Tensor:
+        """From ten records under autocast, as a run's inner steps make them: of all places of a sample, or of a few."""
+        torch.manual_seed(0)
+        model = Transformer(2, width, shape.places).to(device)
+        model.load_state_dict(start)
+        own = Job(model, job.inner, job.outer, None, low=True)
+        problem, batches = own.problem(), job.inner[:10]
+        recorder, state = Recorder(problem, "layer", couples=False), kfac.init(problem.theta)
+        for step, batch in enumerate(batches):
+            recorder.sampling = None if places is None else Sampling(None, places, step)
+            record = recorder.step(batch).record
+            assert record is not None
+            state = kfac.observe(state, record)
+        return implicit(Oracle(problem, job.inner[:2], job.outer[0]), kfac, state).grad.double()
+
     damping = 1e-3
     kfac = nhgd.inverse.KFAC(damping=damping)
     exact = found(kfac, torch.float64, low=False)
@@ -299,11 +357,13 @@ def precision(options: argparse.Namespace, device: torch.device) -> dict[str, An
         "bfloat16": found(kfac, torch.bfloat16, low=False),
         "block": found(nhgd.inverse.KFAC(damping=damping, split=max(16, width // 2)), torch.float32, low=True),
     }
+    records = {"ten records": thinned(None), "ten records, 8 places": thinned(8)}
     converged = found(nhgd.inverse.Refined(kfac, steps=30, matrix="ggn"), torch.float32, low=False)
     return {
         "parameters": sum(t.numel() for t in start.values()),
         "against_float64": {name: relation(grad, exact) for name, grad in ways.items()},
-        "against_converged": {name: relation(grad, converged) for name, grad in ways.items()},
+        "against_converged": {name: relation(grad, converged) for name, grad in (ways | records).items()},
+        "thinned": relation(records["ten records, 8 places"], records["ten records"]),
     }
 
 
@@ -328,12 +388,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--places", type=int, default=512)
     parser.add_argument("--inner-steps", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=4, help="outer steps that are timed; twice as many of nhgd")
+    parser.add_argument("--steps", type=int, default=4, help="outer steps that are timed; six times as many of nhgd")
     parser.add_argument("--before", type=int, default=12, help="outer steps of nhgd before those")
     parser.add_argument("--channels", type=int, default=64)
     parser.add_argument("--images", type=int, default=256)
     parser.add_argument("--autocast", choices=["auto", "on", "off"], default="auto", help="auto: on a GPU")
     parser.add_argument("--only", choices=["transformer", "resnet", "precision"])
+    parser.add_argument("--ways", nargs="+", help="of taking outer steps; default: all")
     options = parser.parse_args()
     device = torch.device(options.device)
     warnings.simplefilter("ignore", nhgd.InverseWarning)
@@ -345,7 +406,7 @@ def main() -> None:
     }
     parts: dict[str, Callable[[], Any]] = {
         "transformer": lambda: compared(lambda: text_job(options, device, options.layers, options.width, low), options),
-        "resnet": lambda: compared(lambda: image_job(options, device, low), options),
+        "resnet": lambda: compared(lambda: image_job(options, device, low), options, replays=True),
         "precision": lambda: precision(options, device),
     }
     for name, part in parts.items():

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from nhgd._cost import Operation
 
+_LOW = (torch.bfloat16, torch.float16)
 LARGE = 2**20  # numbers: larger arrays are not in a cache, and come from the system page by page
 
 
@@ -33,6 +34,7 @@ class Prices:
         eigh, eigh_square: of an eigendecomposition, by the cube and by the square of its rows.
         cholesky: of a factorisation, by the cube of its rows.
         half: how much of the time of a multiplication one of bfloat16 or float16 takes.
+        ahead: whether calls are made while the device still works on earlier ones, so that the longer of the two counts.
     """
 
     multiplication: float
@@ -43,6 +45,7 @@ class Prices:
     eigh_square: float
     cholesky: float
     half: float = 1.0
+    ahead: bool = False
 
     def of(self, operations: Sequence[Operation], gradient: float) -> float:
         """Seconds of all operations, given those of an inner gradient."""
@@ -66,7 +69,7 @@ class Prices:
 
 PRICES = {
     "cpu": Prices(2.4e-11, 20.0, 1.2e-10, 1.2e-5, 9e-11, 2.2e-8, 9e-12),
-    "cuda": Prices(1e-13, 40.0, 2e-12, 2e-5, 1e-12, 8e-9, 1.5e-13, half=0.1),
+    "cuda": Prices(1e-13, 40.0, 2e-12, 2e-5, 1e-12, 8e-9, 1.5e-13, half=0.03, ahead=True),
 }
 
 
@@ -82,7 +85,13 @@ class Priced(TorchDispatchMode):
     def __init__(self, prices: Prices) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without annotations
         self.prices = prices
-        self.seconds = 0.0
+        self.calls = 0.0
+        self.work = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of everything so far."""
+        return max(self.calls, self.work) if self.prices.ahead else self.calls + self.work
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -92,19 +101,22 @@ class Priced(TorchDispatchMode):
             return result  # marks that hooks such as those of fully_shard leave for a profiler
         if func is torch.ops.aten._to_copy.default:
             return result  # the number of autocast's casts depends on where it was entered, and a budget must not
-        self.seconds += prices.call
+        self.calls += prices.call
         if not func.is_view:
             given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            numbers = sum(t.numel() for t in (*given, *(t for t in tree_leaves(result) if isinstance(t, Tensor))))
+            every = (*given, *(t for t in tree_leaves(result) if isinstance(t, Tensor)))
+            numbers = sum(t.numel() * (0.5 if t.dtype in _LOW else 1.0) for t in every)
             formula = flop_registry.get(func._overloadpacket)
             if formula is not None:
-                smallest = _smallest([tuple(t.shape) for t in given])
+                # Of attention, what follows queries, keys and values are sums over their rows.
+                factors = given[:4] if "attention" in func.__name__ else given
+                smallest = _smallest([tuple(t.shape) for t in factors])
                 flops = float(formula(*args, **kwargs, out_val=result))
                 each = prices.multiplication
                 if max((t.dtype.itemsize for t in given if t.is_floating_point()), default=4) < 4:
                     each *= prices.half
-                self.seconds += each * flops / 2 * (1 + prices.thin / smallest)
-            self.seconds += prices.number * numbers
+                self.work += each * flops / 2 * (1 + prices.thin / smallest)
+            self.work += prices.number * numbers
         return result
 
 

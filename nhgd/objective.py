@@ -401,8 +401,9 @@ def _with_ridge(
 ) -> list[Tensor]:
     """The gradient including that of the ridge, one tensor for each leaf."""
     first, given = coefficients[0], [g for g in data if g is not None]
-    alike = isinstance(first, float) and first > 0 and all(c is first for c in coefficients)
-    if alike and len(given) == len(leaves) and leaves[0].device.type == "cuda":
+    if not isinstance(first, float) or first == 0 or any(c is not first for c in coefficients):
+        first = 0.0
+    if first > 0 and len(given) == len(leaves) and leaves[0].device.type == "cuda":
         # One call for all of them: on a GPU the launches of many small ones take longer than the work.
         return list(torch._foreach_add(given, list(leaves), alpha=2 * first))
     return [

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from nhgd._shards import Shards
 from nhgd.errors import InputError
 
-PIECE = 2**23  # numbers of a vector that are converted to float64 at a time
+PIECE = 2**24  # numbers of a vector that are multiplied with another at a time
 Given: TypeAlias = Tensor | dict[str, Tensor] | nn.Module
 Like: TypeAlias = "Tensor | dict[str, Tensor]"
 
@@ -326,11 +326,14 @@ class Variable:
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """a . b in float64, of vectors that may be too long for copies of them in float64."""
+    """a . b in float64. Of long vectors, copies in float64 would take twice their memory: the products are rounded there."""
     if len(a) <= PIECE:
         return a.double().dot(b.double())
+    if a is b:
+        norm: Tensor = torch.linalg.vector_norm(a, dtype=torch.float64)
+        return norm.square()
     pieces = zip(a.split(PIECE), b.split(PIECE), strict=True)
-    return torch.stack([some.double().dot(other.double()) for some, other in pieces]).sum()
+    return torch.stack([(some * other).sum(dtype=torch.float64) for some, other in pieces]).sum()
 
 
 def _parallel(module: object) -> DistributedDataParallel | None:

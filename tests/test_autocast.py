@@ -287,3 +287,40 @@ def test_hypergradients_of_every_inverse_in_few_digits(inverse: str, low: str) -
     assert torch.isfinite(found[1]).all()
     if damped and chosen.learner is not None:
         assert relative(found[1], found[0]) < 24 * DIGITS
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_inputs_are_held_as_the_backward_pass_holds_them(bias: bool) -> None:
+    """Under autocast in fewer digits, and not beside the original; with hooks of saved tensors as they were given."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.LayerNorm(6), nn.Linear(6, 5, bias=bias), nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 1, 1)
+    ).float()
+    image = nn.Conv2d(2, 3, 2)
+    given: dict[str, Tensor] = {}
+    net[0].register_forward_hook(lambda module, args, output: given.update(norm=output.detach()))
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.image = net, image
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.net(x).flatten(1).sum(1).float() + self.image(y).flatten(1).sum(1).float()
+
+    def inner(model: Any, v: Tensor, batch: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return nhgd.Losses(model(*batch).square(), v.sigmoid().expand(len(batch[0])))
+
+    problem = nhgd.Bilevel(inner, lambda m, v, b: v.sum(), Both(), torch.zeros(()))
+    batch = (torch.randn(4, 6), torch.randn(4, 2, 3, 3))
+    taps = Recorder(problem, "layer", couples=False).taps
+    held = {call.weight: call.input for call in taps.forward(batch).calls}
+    assert set(held) == {"net.1.weight", "image.weight"}
+    assert all(x.dtype == torch.bfloat16 for x in held.values())
+    assert torch.equal(held["net.1.weight"], given["norm"].bfloat16())
+    assert torch.equal(held["image.weight"], batch[1].bfloat16())
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        kept = {call.weight: call.input for call in taps.forward(batch).calls}
+    assert torch.equal(kept["net.1.weight"], given["norm"])
+    assert torch.equal(kept["image.weight"], batch[1])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import nhgd
 from nhgd._budget import BRIEF_RECORD, BUILD_UP_SHARE, Budget
 from nhgd._cost import Operation
-from nhgd._prices import PRICES, Priced
+from nhgd._prices import PRICES, Priced, Prices
 from nhgd._recording.recorder import Recorder
 from nhgd._recording.sampling import Sampling
 from nhgd._shape import Layer, Shape
@@ -347,3 +347,26 @@ def test_operations_are_priced_by_their_shapes() -> None:
     with Priced(prices) as thin:
         torch.ones(64, 4096) @ torch.ones(4096, 1)
     assert thin.seconds > thick.seconds  # as many multiplications
+
+
+def test_attention_is_priced_by_its_queries_and_keys() -> None:
+    """Its backward pass is also given a sum for each row, which is no factor of a product."""
+    q = torch.randn(1, 2, 32, 16, requires_grad=True)
+
+    def seconds(thin: float) -> float:
+        with Priced(Prices(1.0, thin, 0.0, 0.0, 0.0, 0.0, 0.0)) as priced:
+            torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+        return priced.seconds
+
+    assert seconds(16.0) == pytest.approx(2 * seconds(0.0))
+
+
+def test_calls_that_are_made_ahead_cost_nothing_beside_longer_work() -> None:
+    x = torch.ones(100)
+    for ahead, call, number, seconds in ((False, 5.0, 0.1, 35.0), (True, 5.0, 0.1, 30.0), (True, 50.0, 0.1, 50.0)):
+        with Priced(Prices(0.0, 0.0, number, call, 0.0, 0.0, 0.0, ahead=ahead)) as priced:
+            _ = x + x
+        assert priced.seconds == pytest.approx(seconds)
+    with Priced(Prices(0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0)) as priced:
+        _ = x.bfloat16() + x.bfloat16()
+    assert priced.seconds == pytest.approx(15.0)  # numbers of half the bytes

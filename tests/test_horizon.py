@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import nhgd
+from nhgd import variable
 from nhgd.algorithm import AID, NHGD
 from nhgd.errors import InputError, InverseWarning
 from nhgd.hypergradients.implicit import SolveWarnings
 from nhgd.inverse import CG, KFAC, Exact, FisherDense, FisherDiagonal, FisherWindow, Refined
 from nhgd.inverse.capabilities import follows_horizon
+from nhgd.loop import mover
 from nhgd.loop.horizon import Horizon, best_combination
 from nhgd.task.quadratic import Quadratic
 from tests import catalogue, oracles
@@ -434,3 +436,21 @@ def test_noise_of_x_averages_out_and_what_turns_is_not_kept():
         few.observe(truth)
     assert (turning.average - x).norm() < 0.1 * x.norm()
     assert few.average is None  # where v is determined
+
+
+def test_moments_are_summed_by_few_calls():
+    generator = torch.Generator().manual_seed(0)
+    moments = [torch.rand(shape, generator=generator, dtype=torch.float64).square() for shape in ((3, 4), (5,), ())]
+    sums = mover.sums_of_roots(moments)
+    expected = [sum(float(m.sqrt().sum()) for m in moments), sum(float(m.sum()) for m in moments)]
+    assert sums.tolist() == pytest.approx(expected)
+
+
+def test_long_vectors_are_multiplied_in_pieces(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 1000, generator=generator)
+    whole, own = variable.dot(a, b), variable.dot(a, a)
+    monkeypatch.setattr(variable, "PIECE", 64)
+    assert variable.dot(a, b).dtype == torch.float64
+    torch.testing.assert_close(variable.dot(a, b), whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(variable.dot(a, a), own, rtol=1e-6, atol=0)

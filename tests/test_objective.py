@@ -110,3 +110,24 @@ def test_an_oracle_is_the_mean_of_its_objectives_by_samples() -> None:
     )
     with pytest.raises(nhgd.InputError, match="at least one inner batch"):
         Oracle.over([])
+
+
+def test_the_ridge_of_a_large_theta_is_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normal(8, 3)
+    for l2 in (0.0, 0.3, 1):
+        net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        problem = nhgd.Bilevel(lambda net, v, b: v * net(b).square()[:, 0], lambda net, v, b: v, net, normal(), l2)
+        expected = problem.ridge().detach()
+        monkeypatch.setattr("nhgd.problem.LARGE", 4)
+        asked: list[int] = []
+        norms = torch._foreach_norm
+        monkeypatch.setattr(
+            torch, "_foreach_norm", lambda given, norms=norms, asked=asked: asked.append(1) or norms(given)
+        )
+        found = problem.ridge_value()
+        assert bool(asked) == (l2 > 0)
+        assert not found.requires_grad
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+        value = Objective(problem, x).step().value
+        torch.testing.assert_close(value, problem.objective(x).detach(), rtol=1e-12, atol=0)
+        monkeypatch.undo()

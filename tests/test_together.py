@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import nhgd
 from nhgd.inverse import KFAC
-from nhgd.inverse._learned import eigenbasis, together
+from nhgd.inverse._learned import concurrent, eigenbasis, together
 from nhgd.inverse._learned.effort import Effort
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.learning import learn
@@ -102,17 +102,21 @@ def test_what_they_leave_out_is_little(name: str, ridge: float, monkeypatch: pyt
     assert float((found - exact).norm() / exact.norm()) < 0.1
 
 
-def test_blocks_without_enough_digits_are_left_to_eigenvalues() -> None:
+def test_blocks_without_enough_digits_are_left_to_eigenvalues(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     blocks = {"dense": rows.T @ rows, "diagonal": rows[0].square()}
-    assert together.block_solvers(blocks, 1e-18) is None
-    solve = together.block_solvers(blocks, 1e-3)
-    assert solve is not None
     b = [torch.ones(5, dtype=torch.float64), torch.ones(5, dtype=torch.float64)]
-    dense, diagonal = solve(b)
-    damped = blocks["dense"] + 1e-3 * torch.eye(5, dtype=torch.float64)
-    torch.testing.assert_close(dense, torch.linalg.solve(damped, b[0]))
-    torch.testing.assert_close(diagonal, b[1] / (blocks["diagonal"] + 1e-3))
+    asked = []
+    known = together.eigenvalues
+    monkeypatch.setattr(together, "eigenvalues", lambda *given: asked.append(1) or known(*given))
+    for extra, by_eigenvalues in ((1e-3, 0), (1e-18, 1)):
+        asked.clear()
+        dense, diagonal = together.block_solvers(blocks, extra)(b)
+        assert len(asked) == by_eigenvalues
+        torch.testing.assert_close(diagonal, b[1] / (blocks["diagonal"] + extra))
+        values, vectors = torch.linalg.eigh(blocks["dense"])
+        exact = vectors @ ((vectors.T @ b[0]) / (values.clamp_min(0) + extra))
+        torch.testing.assert_close(dense, exact, rtol=1e-6, atol=0)
 
 
 def test_a_run_solves_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,3 +134,31 @@ def test_a_run_solves_together(monkeypatch: pytest.MonkeyPatch) -> None:
         solver.run(steps=4)
         found.append(problem.v.flat())
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-10)
+
+
+@pytest.mark.parametrize("shapes", [[(1, 5)], [(3, 4), (1, 7), (2, 4)], [(1, 3)] * 20])
+def test_decompositions_beside_each_other_are_the_same(shapes: list[tuple[int, int]]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    named = []
+    for i, (groups, n) in enumerate(shapes):
+        x = torch.randn(groups, n, n, dtype=torch.float64, generator=generator)
+        named.append((str(i), x @ x.mT))
+    found = concurrent.decomposed_beside(named, eigenbasis.eigenvalues)
+    for (name, matrix), (values, vectors) in zip(named, found, strict=True):
+        own = [eigenbasis.eigenvalues(name, matrix[i : i + 1]) for i in range(len(matrix))]
+        assert torch.equal(values, torch.cat([v for v, _ in own]))
+        assert torch.equal(vectors, torch.cat([q for _, q in own]))
+
+
+def test_factors_are_decomposed_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, state, _ = learnt("deep", 8)
+    alone = eigenbasis.decompositions(state, state.inputs, None)
+    monkeypatch.setattr(concurrent, "pays", lambda matrices: True)
+    beside = eigenbasis.decompositions(state, state.inputs, None)
+    for layer, basis in alone.items():
+        assert all(torch.equal(a, b) for a, b in zip(basis, beside[layer], strict=True))
+
+
+def test_a_failure_beside_others_is_told() -> None:
+    with pytest.raises(nhgd.NonFiniteError, match="bad"):
+        concurrent.decomposed_beside([("bad", torch.full((1, 3, 3), torch.nan))], eigenbasis.eigenvalues)

@@ -61,12 +61,9 @@ class Products:
     def total(self) -> Tensor:
         """Over all calls, in their own order: whether scores were held, and so when they arrived, changes no bit."""
         parts = [self._parts[position] for position in sorted(self._parts)]
-        if len(parts) == 1:
-            return parts[0]
-        total = torch.zeros_like(self.like)
-        for part in parts:
-            total += part
-        return total
+        if not parts:
+            return torch.zeros_like(self.like)
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 class LayerParts:
@@ -131,14 +128,14 @@ def product(call: LayerCall, score: Tensor, along: Mapping[str, Tensor]) -> Tens
     wide = torch.promote_types(torch.promote_types(a.dtype, given.dtype), torch.float32)
     dtype = given.dtype if given.dtype is torch.bfloat16 else wide
     weight, bias = along[call.weight].to(dtype), None if call.bias is None else along[call.bias].to(dtype)
-    convolves = isinstance(call.module, nn.Conv2d)
-    narrow = not convolves and weight.shape[0] > weight.shape[1]
+    convolution = call.module if isinstance(call.module, nn.Conv2d) else None
+    narrow = convolution is None and weight.shape[0] > weight.shape[1]
     each = max(1, CHUNK // max(1, min(a[:1].numel(), given[:1].numel()) if narrow else given[:1].numel()))
     found = []
     for some in range(0, len(given), each):
         x, g = a[some : some + each].to(dtype), given[some : some + each].to(dtype)
-        if convolves:
-            found.append(_summed(nn.Conv2d._conv_forward(call.module, x, weight, bias), g, wide))
+        if convolution is not None:
+            found.append(_summed(nn.Conv2d._conv_forward(convolution, x, weight, bias), g, wide))
         elif x.ndim == 2 and tape.tape() is None and wide is dtype and narrow_is_slow(x, weight):
             # Samples last; a captured step makes one product of this and the layer's own.
             turned = torch.mm(weight, x.T) if bias is None else torch.addmm(bias[:, None], weight, x.T)

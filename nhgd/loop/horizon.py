@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nhgd import _tape as tape
 from nhgd.oracle import Oracle
+from nhgd.problem import LARGE
 from nhgd.variable import dot
 
 MEMORY = 0.8  # of the running mean of cosines, for each outer step
@@ -23,6 +24,9 @@ UNDETERMINED = 1e3
 LONGEST = (1e8, 1e4)
 EVERY = 4  # outer steps from one reading to the next, after the first few
 SHARE = 0.05  # of the inner loop's gradients that may be spent on measuring
+SHARE_OF_LARGE = (
+    0.02  # the same for a large model, where products are of few samples and take longer than those gradients
+)
 PRODUCT = 2.5  # gradients that a Hessian product with a graph of its own is worth
 POOR, GOOD = 0.25, 0.75  # shares of the predicted gain, as Levenberg and Marquardt have them
 TRUST = (1.0, 1e6)
@@ -69,8 +73,8 @@ class Horizon:
     s_1 and s_2 being the two halves' ways and the means running over outer steps; nowhere else if q is not above 0. That is
     one inner loop ahead at most, and nothing where theta arrives or only wanders with its batches.
 
-    Now and then, for at most a twentieth of the inner loop's work, Hessian products measure x against the damped
-    system:
+    Now and then, for at most a twentieth of the inner loop's work, of a large model a fiftieth, Hessian products
+    measure x against the damped system:
 
         w = (H + damping I) x,     residual = |w - u| / |u|
 
@@ -190,7 +194,9 @@ class Horizon:
     def due(self, step: int, inner_steps: int) -> bool:
         """Whether products may be spent at this outer step."""
         products = 1 + self.persists + self.compares
-        period: int = max(EVERY, math.ceil(products * PRODUCT / (SHARE * max(inner_steps, 1))))
+        large = self.adjoint is not None and self.adjoint.numel() > LARGE
+        share = SHARE_OF_LARGE if large else SHARE
+        period: int = max(EVERY, math.ceil(products * PRODUCT / (share * max(inner_steps, 1))))
         return step % period == 0
 
     @property
@@ -241,6 +247,7 @@ class Horizon:
         hz = at.hvp(z) if persists else None
         other = u if learnt is None or not self.plain else learnt
         ho = at.hvp(other) if compares else None
+        pairs: list[tuple[Tensor | None, Tensor | None]]
         pairs = [(u, u), (x, u), (x, w), (z, u), (x, hz), (z, hz), (x, x), (z, z), (x, z), (w, w), (w, u), (w, hz)]
         pairs += [(hz, hz), (hz, u), (other, u), (other, ho)]
         none = newton.new_zeros((), dtype=torch.float64)

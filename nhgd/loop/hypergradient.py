@@ -59,9 +59,17 @@ def hypergradient(
         known, ridge = horizon, at.ridge.positive
         if loop.theta.asks_moments:
             tape.eager(lambda: None)  # the optimiser's moments must be complete here
-        at.damp(tape.number(lambda: known.damping(loop.theta.travelled(), ridge)))
+
+    def damp() -> None:
+        if horizon is not None:
+            at.damp(tape.number(lambda: known.damping(loop.theta.travelled(), ridge)))
+
+    if tape.tape() is not None:
+        damp()
     try:
         outer = _outer(loop, at, horizon, halves)
+        if tape.tape() is None:
+            damp()  # which asks numbers of a device, that has more to do by now
         along = None if cross is None else cross(at)
         if along is None and waiting:  # else the graph would only take memory
             at.prepare()

@@ -90,9 +90,9 @@ class Mover:
             if moments:
                 decay = group["betas"][1] if "betas" in group else 0.0
                 # Each device is asked once.
-                sums = _root_and_sum([moment for moment, _ in moments])
-                places = {t.device for t in sums}
-                each = [torch.stack([t for t in sums if t.device == place]).sum(0).cpu() for place in places]
+                kept = [moment for moment, _ in moments]
+                devices = {moment.device for moment in kept}
+                each = [_root_and_sum([m for m in kept if m.device == device]).cpu() for device in devices]
                 roots, squares = torch.stack(each).sum(0)
                 step = float(whole(moments[0][1])) if moments[0][1] is not None else 1.0
                 unbiased = 1 - decay**step if decay else 1.0
@@ -262,18 +262,20 @@ class Mover:
         return self.rate(clock)
 
 
-def _root_and_sum(moments: list[Tensor]) -> list[Tensor]:
-    """sum sqrt(m) and sum m of each moment, (2,) in float64; on a GPU by few calls, without copies in float64."""
+def _root_and_sum(moments: list[Tensor]) -> Tensor:
+    """sum sqrt(m) and sum m over all moments, (2,) in float64; on a GPU by few calls, without copies in float64."""
     if any(hasattr(m, "full_tensor") or m.device.type != "cuda" or m.dtype.itemsize < 4 for m in moments):
-        return [torch.stack([whole(m.double().sqrt().sum()), whole(m.double().sum())]) for m in moments]
+        return torch.stack(
+            [torch.stack([whole(m.double().sqrt().sum()), whole(m.double().sum())]) for m in moments]
+        ).sum(0)
     return sums_of_roots(moments)
 
 
 @torch.no_grad()
-def sums_of_roots(moments: list[Tensor]) -> list[Tensor]:
+def sums_of_roots(moments: list[Tensor]) -> Tensor:
     """The same for whole tensors that hold no number below 0, of which the norm of order 1 is the sum."""
     norms = (torch._foreach_norm(torch._foreach_sqrt(moments), 1), torch._foreach_norm(moments, 1))
-    return [torch.stack(pair).double() for pair in zip(*norms, strict=True)]
+    return torch.stack([torch.stack(list(some)).double().sum() for some in norms])
 
 
 def _identity(tensor: Tensor) -> int:

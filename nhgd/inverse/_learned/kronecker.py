@@ -250,7 +250,7 @@ class AbstractKronecker(LayerMeans[T]):
         covered = {layer for stack in stacks for layer in stack.layers}
         layers |= {layer: self._layer_solver(state, layer, own) for layer, own in even.items() if layer not in covered}
         others: Callable[[list[Tensor]], list[Tensor]] | None = None
-        at_once = state.blocks and tape.tape() is None and together.pays(next(iter(state.blocks.values())).device)
+        at_once = state.blocks and together.pays(next(iter(state.blocks.values())).device)
         if at_once and isinstance(shift, float) and shift + damping > 0:
             others = together.block_solvers(state.blocks, shift + damping)
         blocks: dict[str, Solver] = {}

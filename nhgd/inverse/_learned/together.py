@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd.inverse._learned import eigenbasis
-from nhgd.inverse._learned.eigenbasis import Basis, Solver, scores_first, staircase
+from nhgd.inverse._learned.eigenbasis import Basis, Solver, eigenvalues, scores_first, staircase
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 
 SHARES = (1 / 256, 1 / 64, 1 / 16, 1 / 4)  # of all pairs of eigenvectors: blocks that need about as many are stacked
@@ -118,38 +119,56 @@ def _solver(pairs: _Pairs, counts: Tensor) -> Solver:
 
 
 @torch.no_grad()
-def block_solvers(blocks: Mapping[str, Tensor], extra: float) -> Callable[[list[Tensor]], list[Tensor]] | None:
+def block_solvers(blocks: Mapping[str, Tensor], extra: float) -> Callable[[list[Tensor]], list[Tensor]]:
     """b -> (F + extra I)^{-1} b for all parameters outside of layers at once, F dense, (n, n), or diagonal, (n,), and
-    `extra` above 0; None where a dense block has not the digits for its Cholesky factor.
+    `extra` above 0.
     """
-    names = list(blocks)
+    added, names = tape.on_device(extra), list(blocks)
     sizes: dict[int, list[int]] = {}
     for i, name in enumerate(names):
         if blocks[name].ndim == 2:
             sizes.setdefault(len(blocks[name]), []).append(i)
     alone = [i for i, name in enumerate(names) if blocks[name].ndim == 1]
-    entries = torch._foreach_add([blocks[names[i]] for i in alone], extra) if alone else ()
-    lower: dict[int, Tensor] = {}
-    sound = []
-    for n, places in sizes.items():
-        damped = torch.stack([blocks[names[i]] for i in places])
-        diagonal = damped.diagonal(dim1=1, dim2=2)
-        least = DIGITS * torch.finfo(damped.dtype).eps * diagonal.amax(1)
-        diagonal.add_(extra)
-        lower[n], info = torch.linalg.cholesky_ex(damped)
-        sound.append(((info == 0) & (least <= extra)).all())
-    if sound and not bool(torch.stack(sound).all()):
-        return None
+    entries = [blocks[names[i]] for i in alone]
+    if alone and isinstance(added, Tensor):
+        entries = [entry + added.to(entry.dtype) for entry in entries]
+    elif alone:
+        entries = list(torch._foreach_add(entries, added))
+    stacks = [torch.stack([blocks[names[i]] for i in places]) for places in sizes.values()]
+    inverses = tape.eager(lambda: _inverses(stacks, added)) if stacks else []
 
     def solve(given: list[Tensor]) -> list[Tensor]:
         found = list(given)
         if alone:
-            for i, t in zip(alone, torch._foreach_div([given[i] for i in alone], list(entries)), strict=True):
+            for i, t in zip(alone, torch._foreach_div([given[i] for i in alone], entries), strict=True):
                 found[i] = t
-        for n, places in sizes.items():
-            solved = torch.cholesky_solve(torch.stack([given[i] for i in places])[..., None], lower[n])
+        for places, inverse in zip(sizes.values(), inverses, strict=True):
+            solved = inverse @ torch.stack([given[i] for i in places])[..., None]
             for i, t in zip(places, solved[..., 0], strict=True):
                 found[i] = t
         return found
 
     return solve
+
+
+def _inverses(stacks: list[Tensor], extra: Tensor | float) -> list[Tensor]:
+    """Of symmetric matrices, (m, n, n), with a number added to their diagonals: by Cholesky factors where digits suffice."""
+    added = float(extra)
+    lower, sound = list[Tensor](), list[Tensor]()
+    for stack in stacks:
+        damped = stack.clone()
+        diagonal = damped.diagonal(dim1=1, dim2=2)
+        least = DIGITS * torch.finfo(damped.dtype).eps * diagonal.amax(1)
+        diagonal.add_(added)
+        factor, info = torch.linalg.cholesky_ex(damped)
+        lower.append(factor)
+        sound.append(((info == 0) & (least <= added)).all())
+    good = torch.stack(sound).tolist()
+    found = list[Tensor]()
+    for stack, factor, enough in zip(stacks, lower, good, strict=True):
+        if enough:
+            found.append(torch.cholesky_inverse(factor))
+            continue
+        values, vectors = eigenvalues("the parameters outside of layers", stack)
+        found.append((vectors / (values.clamp_min(0) + added)[:, None]) @ vectors.mT)  # below zero is rounding
+    return found
