@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, final
 
@@ -20,6 +20,7 @@ from nhgd.inverse._learned.layer_ridge import LayerRidge, Uneven
 from nhgd.inverse._learned.matrix_products import matrix_solver
 from nhgd.inverse._learned.statistics import check_invertible
 from nhgd.record import LayerRecord, LayerStatistics, Pool, pool_of
+from nhgd.ridge import Ridge
 
 KFACSolver = Literal["eigen", "cholesky", "products"]
 
@@ -123,9 +124,11 @@ class KFAC(AbstractKronecker[KroneckerState]):
         return KroneckerState(starts, sizes)
 
     @torch.no_grad()
-    def fold(self, layer: LayerRecord, weights: Tensor | None, samples: int) -> tuple[Tensor, ...]:
+    def fold(
+        self, layer: LayerRecord, weights: Tensor | None, samples: int, like: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, ...]:
         """What it wants of a layer of a batch: its factors."""
-        return self._factors(layer, weights, samples)
+        return self._factors(layer, weights, samples, None if like is None else like[0])
 
     def _refreshed(
         self, before: KroneckerState, state: KroneckerState, record: LayerStatistics, rate: float
@@ -146,6 +149,14 @@ class KFAC(AbstractKronecker[KroneckerState]):
         if effort is None:
             return state
         return replace(state, bases=refreshed(state, effort.refreshes(state.observed)))
+
+    @override
+    def _prepared(self, state: KroneckerState, ridge: Ridge) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+        saves = self.effort is not None and not self.effort.in_full(state.observed)
+        if self.solver == "eigen" and not saves and tape.tape() is None and isinstance(ridge.value, float):
+            missing = [layer for layer in state.inputs if layer not in state.bases]
+            state = replace(state, bases=state.bases | self._bases(state, missing, None))  # together, for this solve
+        return super()._prepared(state, ridge)
 
     def _bases(self, state: KroneckerState, layers: Iterable[str], pool: Pool | None) -> dict[str, dict[str, Tensor]]:
         return {layer: basis._asdict() for layer, basis in decompositions(state, layers, pool).items()}
