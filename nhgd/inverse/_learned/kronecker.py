@@ -22,6 +22,7 @@ from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.layer_ridge import ITERATIONS, LayerRidge
 from nhgd.inverse._learned.layers import layer_shapes
 from nhgd.inverse._learned.periods import OVERHEAD, LayerMeans
+from nhgd.inverse._learned.resting import at_rest, awake
 from nhgd.inverse._learned.splitting import blocks, gram, split
 from nhgd.inverse._learned.statistics import check_statistics, merge, statistics_note, step_of_mean
 from nhgd.inverse.base import POOR, SolveStats
@@ -64,6 +65,7 @@ class AbstractKronecker(LayerMeans[T]):
     dtype: torch.dtype | None = None
     invert_phase: int = 0
     effort: Effort | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -83,6 +85,15 @@ class AbstractKronecker(LayerMeans[T]):
                         " the periods."
                     )
                 object.__setattr__(self, "overhead", None)  # periods that are given take the place of the default
+
+    @property
+    def basis_dtype(self) -> torch.dtype | None:
+        """Of the eigenvectors that are kept; None: of the statistics."""
+        return None
+
+    def awake(self, state: T, bases: bool = True) -> T:
+        """The state as it is worked with; with `bases` or without."""
+        return awake(state, self.offload, self.basis_dtype, bases)
 
     @property
     def largest(self) -> int | None:
@@ -117,6 +128,7 @@ class AbstractKronecker(LayerMeans[T]):
                 f"{type(self).__name__} works on the inputs and scores of Linear and Conv2d layers, and no such layer"
                 " holds a parameter of theta. Use fisher_window, which supports any model, or fisher_diagonal."
             )
+        state = self.awake(state, bases=self.moments > 0)
         samples = batch_samples(record)
         beta = self.beta if self.effort is None else self.effort.beta(self.beta, samples, state.observed)
         rate, mass = step_of_mean(state.mass, beta, samples)
@@ -136,7 +148,7 @@ class AbstractKronecker(LayerMeans[T]):
         covered = {*new.inputs, *(name for name, at in new.starts.items() if at in new.biases.values())}
         blocks, others = ({n: b for n, b in bs.items() if n not in covered} for bs in (state.blocks, own_blocks))
         new.blocks = merge(blocks, others, rate)
-        return self._refreshed(state, new, record, rate)
+        return at_rest(self._refreshed(state, new, record, rate), self.offload, self.basis_dtype)
 
     def graphable(self, state: T, record: InnerRecord) -> Graphable | None:
         """The statistics of a batch, unless they must be summed over workers."""
@@ -241,6 +253,7 @@ class AbstractKronecker(LayerMeans[T]):
                 f"{type(self).__name__} has observed no inner step yet, so there is nothing to invert. Run an inner"
                 " step first, or pass inner_data."
             )
+        state = self.awake(state)
         shift = ridge.value
         if tape.tape() is not None and not isinstance(shift, float):
             raise tape.NotRepeatable("the ridge is not a single number")
@@ -317,12 +330,16 @@ class AbstractKronecker(LayerMeans[T]):
         """
         size, factors, bases, blocks = self._numbers(theta)
         vectors = (3 + 2 * self.moments) * theta.numel
-        return size * (2 * sum(factors) + sum(bases) + max(factors, default=0) + 3 * blocks + vectors)
+        kept = 0 if self.basis_dtype is None else self.basis_dtype.itemsize * sum(bases)  # beside those in all digits
+        return kept + size * (2 * sum(factors) + sum(bases) + max(factors, default=0) + 3 * blocks + vectors)
 
     def kept(self, theta: Variable) -> int:
         """What stays while inner steps are taken: factors, eigenvectors, blocks, moments and the last x."""
         size, factors, bases, blocks = self._numbers(theta)
-        return size * (sum(factors) + sum(bases) + blocks + (1 + self.moments) * theta.numel)
+        if self.offload and theta.device.type != "cpu":
+            return size * (blocks + theta.numel)
+        digits = size if self.basis_dtype is None else self.basis_dtype.itemsize
+        return size * (sum(factors) + blocks + (1 + self.moments) * theta.numel) + digits * sum(bases)
 
     def saved(self, theta: Variable, layers: Collection[str]) -> tuple[int, int]:
         """The bytes of input factors, and of what `kept` counts of them, of layers whose inputs are those of others."""
@@ -333,7 +350,11 @@ class AbstractKronecker(LayerMeans[T]):
                 wide, width = blocks(layer[2], self.largest, even=False) if layer[0] == 1 else (layer[0], layer[2])
                 factors += wide * width**2
                 bases += wide * width**2 if split(layer, self.largest) == layer else 0  # those of blocks are repeated
-        return size * (2 * factors + bases), size * (factors + bases)
+        if self.offload and theta.device.type != "cpu":
+            return size * (2 * factors + bases), 0
+        digits = size if self.basis_dtype is None else self.basis_dtype.itemsize
+        beside = 0 if self.basis_dtype is None else digits * bases
+        return size * (2 * factors + bases) + beside, size * factors + digits * bases
 
     def _numbers(self, theta: Variable) -> tuple[int, list[int], list[int], int]:
         """The bytes of a number, and the numbers in the factors and eigenvectors of each layer and in all blocks."""
