@@ -21,6 +21,7 @@ def measured() -> dict[str, list[str]]:
         "benchmarks/parallel.md": [*on_two_cores(), *on_one_gpu(), *by_arithmetic()],
         "docs/choosing.md": [*horizons(), *errors(), *digits()],
         "docs/methods.md": [lagged_cross()],
+        "docs/scale.md": scaled(),
         "docs/pde.md": [bounds()],
         "CHANGELOG.md": [captured()],
         "README.md": [replayed_on_the_cpu()],
@@ -36,6 +37,22 @@ def digits() -> list[str]:
     return [
         f"differs from that in float64 by {errors[0]:.1f} % of its length under autocast, and by {errors[1]:.1f} % with",
         f"its cosine with the whole one is {against['block']['cosine']:.3f}",
+    ]
+
+
+def scaled() -> list[str]:
+    found = read("float16-cpu.json")["float16"]
+    assert 0.9e6 < found["parameters"] < 1.1e6
+    of, small = (
+        {name: 100 * row["relative_error"] for name, row in found[kind].items()} for kind in ("losses", "small losses")
+    )
+    kept = max(row["relative_error"] for row in found["kept"].values())
+    bound = next(f"{10.0**-power:.{power}f}" for power in range(6, 0, -1) if 100 * kept < 10.0**-power)
+    return [
+        f"differs by less than {bound} % of its length on that transformer",
+        f"differs from that in float64 by {of['bfloat16']:.2f} % of its",
+        f"under bfloat16, and by {of['float16 with a scaler']:.2f} % under float16 with a scaler",
+        f"wrong by {small['float16']:.1f} %, and with a scaler by {small['float16 with a scaler']:.2f} %",
     ]
 
 

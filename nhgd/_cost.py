@@ -11,6 +11,7 @@ import torch
 from nhgd._shape import Layer, Shape
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.layer_ridge import ITERATIONS, pays
+from nhgd.inverse._learned.resting import POLISH
 from nhgd.inverse._learned.ring import factors_pay
 from nhgd.inverse.base import AbstractInverse, Learned
 from nhgd.inverse.bfgs import BFGS
@@ -275,6 +276,9 @@ def kronecker(inverse: AbstractKronecker[Any], shape: Shape, kept: bool, iterati
         ]
         turned = groups * (out * columns**2 + out**2 * columns)
         products = inverse.iterations if isinstance(inverse, KFAC) and inverse.solver == "products" else 0
+        products = (
+            3 * POLISH if inverse.basis_dtype is not None else products
+        )  # and as many turns into the basis and back
         solve += [
             Operation("matmul", max(2, products) * turned, double=double),
             Operation("pass", products * 15 * layer.numel, double=double),

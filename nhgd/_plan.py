@@ -25,11 +25,12 @@ from nhgd._validation import validated
 from nhgd.data.batch import Batch, common_length, move
 from nhgd.errors import InputError, NhgdError
 from nhgd.inverse import INVERSES, AbstractInverse, FisherWindow, resolve
-from nhgd.inverse.capabilities import kept, products, warnings_for
+from nhgd.inverse.capabilities import kept, products, saved, warnings_for
 from nhgd.loop.calibration import places, samples_of_product
 from nhgd.objective import Objective
 from nhgd.oracle import Oracle
 from nhgd.problem import Bilevel
+from nhgd.record import LayerStatistics
 from nhgd.variable import Variable
 
 HEADS = ("inverse", "memory", "ms", "ms a step", "  note")
@@ -125,6 +126,7 @@ def plan(
         raise InputError("plan uses the samples of the given batch, so batch_size would be ignored. Omit it.")
     prices = _Prices(theta.device, theta.dtype)
     peaks: _Peaks | None = None
+    alike: frozenset[str] = frozenset()
     if inner_batch is None:
         samples = 1024 if batch_size is None else batch_size
         shape = Shape.of(theta, samples, None, problem.ridge_coefficients())
@@ -139,11 +141,16 @@ def plan(
         many = any(layer.places > FEW_PLACES for layer in shape.layers)
         coupled = problem.theta.root is not None and any(map(normalises_by_batch, problem.theta.root.modules()))
         peaks = _Peaks.of(problem, batch, samples_of_product(many, coupled))
+        alike = sharing(problem, batch)
     free = free_bytes(theta.device)
     rows = []
     for name, inverse in chosen:
         found = work(inverse, shape)
-        size = inverse.memory(theta) + (0 if inner_batch is None else int(found.record_bytes))
+        size = (
+            inverse.memory(theta)
+            - saved(inverse, theta, alike)[0]
+            + (0 if inner_batch is None else int(found.record_bytes))
+        )
         notes = []
         if free is not None and size > free:
             notes.append(f"does not fit: {readable(free)} free")
@@ -157,7 +164,7 @@ def plan(
                 "milliseconds": 1e3 * (prices.outer + solve),
                 "solve_milliseconds": 1e3 * solve,
                 "step_milliseconds": 1e3 * prices.of(found.step),
-                "peak_bytes": None if peaks is None else peaks.with_inverse(inverse, theta),
+                "peak_bytes": None if peaks is None else peaks.with_inverse(inverse, theta, alike),
                 "fits": free is None or size <= free,
                 "note": "; ".join(notes),
             }
@@ -217,16 +224,32 @@ class _Peaks(NamedTuple):
                 first = extrapolated(record, samples or 1)
         return cls(extrapolated(step, samples or 1), first, product_of_few, whole, in_v)
 
-    def with_inverse(self, inverse: AbstractInverse, theta: Variable) -> int:
+    def with_inverse(self, inverse: AbstractInverse, theta: Variable, alike: frozenset[str] = frozenset()) -> int:
         """The same with theta and what the inverse keeps, or needs besides."""
         own = theta.numel * theta.dtype.itemsize
-        stays, most = kept(inverse, theta), inverse.memory(theta)
+        not_most, not_kept = saved(inverse, theta, alike)
+        stays, most = kept(inverse, theta) - not_kept, inverse.memory(theta) - not_most
         # Where an inverse learns or solves, a gradient is there, but no pass.
         product = self.product + 2 * own
         if inverse.learner is not inverse:
             product = self.whole + most - stays if products(inverse) != 0 else self.cross + own
         step = self.step if inverse.learner is None else max(self.step, self.first)
         return own + max(step + stays, product + stays, most + own)
+
+
+def sharing(problem: Bilevel, batch: Batch) -> frozenset[str]:
+    """Layers that are given the same tensor as another one, by their weights; from a record of two samples."""
+    if common_length(batch) is None or problem.theta.root is None:
+        return frozenset()
+    first: dict[Any, str] = {}
+    with suppress(NhgdError, RuntimeError, IndexError, ValueError), problem.guarded(seed=0):
+        few = map_tensors(lambda t: t[:2] if t.ndim else t, batch)
+        record = Recorder(problem, "layer", couples=False).step(few).record
+        layers = record.layers if isinstance(record, LayerStatistics) else ()
+        return frozenset(
+            layer.weight for layer in layers if first.setdefault(layer.origin, layer.weight) != layer.weight
+        )
+    return frozenset()
 
 
 class _Prices:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from nhgd import _tape as tape
 from nhgd._kernels import differentiable_kernels
@@ -285,6 +286,16 @@ class Bilevel:
             return None
         few: Batch = map_tensors(lambda t: t[:count] if t.ndim else t, batch)
         return few
+
+    @contextmanager
+    def scaled(self, scaler: GradScaler | None) -> Iterator[None]:
+        """A context whose backward passes are scaled, if there is a scaler. It falls where passes overflow, and never grows."""
+        before = self.scaling
+        self.scaling = before if scaler is None else Scaling(scaler, self.theta.device, grows=False)
+        try:
+            yield
+        finally:
+            self.scaling = before
 
     def refuse_inference(self) -> None:
         """Refuse to start in torch's inference mode."""

@@ -12,7 +12,7 @@ samples into means over the batch. An inverse that takes all its means by `batch
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -186,6 +186,12 @@ class LayerRecord:
         split = self.convolution.patches(tensor) if is_input else tensor.flatten(2).unflatten(1, by_group)
         return split.permute(0, 3, 1, 2)  # from (B, G, in or out, T)
 
+    @property
+    def origin(self) -> Hashable:
+        """What is the same for layers that were given the same tensors, and so have the same inputs, while they are held."""
+        memory = tuple((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in self.raw_inputs)
+        return memory, self.bias is not None, self.convolution
+
     def rows(self) -> tuple[Tensor, Tensor | None]:
         """Rows of the weight, (K B, weight.numel()), and of the bias, (K B, out)."""
         found = torch.einsum("kbtgo,btgi->kbgoi", self.scores, self.inputs).flatten(0, 1)
@@ -240,7 +246,8 @@ def joined(shards: Sequence[InnerRecord]) -> InnerRecord:
         return PerSampleGradients(_side_by_side(rows, [s.samples for s in shards]), samples)
     records = [s for s in shards if isinstance(s, LayerStatistics)]
     by_name = [{layer.weight: layer for layer in record.layers} for record in records]
-    layers = tuple(_joined_layer([named[layer.weight] for named in by_name]) for layer in first.layers)
+    known: dict[tuple[int, ...], Tensor] = {}
+    layers = tuple(_joined_layer([named[layer.weight] for named in by_name], known) for layer in first.layers)
     rows = [r.other_rows for r in records if r.other_rows is not None]
     weights = [r.weights for r in records if r.weights is not None]
     return LayerStatistics(
@@ -257,16 +264,31 @@ def joined(shards: Sequence[InnerRecord]) -> InnerRecord:
 def _joined_folds(records: Sequence[LayerStatistics]) -> tuple[FoldedLayer, ...]:
     """Means over the samples of all records, from those over the samples of each."""
     shares = [record.samples / sum(r.samples for r in records) for record in records]
-    found = []
+    found, known = [], dict[tuple[int, ...], Tensor]()
+
+    def mean(parts: Sequence[Tensor]) -> Tensor:
+        key = tuple(map(id, parts))  # layers that share their input share what was made of it
+        if key not in known:
+            known[key] = torch.stack([t * share for t, share in zip(parts, shares, strict=True)]).sum(0)
+        return known[key]
+
     for layers in zip(*(record.folded for record in records), strict=True):
-        sums = zip(*([t * share for t in layer.sums] for layer, share in zip(layers, shares, strict=True)), strict=True)
-        found.append(replace(layers[0], sums=tuple(torch.stack(parts).sum(0) for parts in sums)))
+        sums = zip(*(layer.sums for layer in layers), strict=True)
+        found.append(replace(layers[0], sums=tuple(map(mean, sums))))
     return tuple(found)
 
 
-def _joined_layer(layers: Sequence[LayerRecord]) -> LayerRecord:
+def _joined_layer(layers: Sequence[LayerRecord], known: dict[tuple[int, ...], Tensor]) -> LayerRecord:
+    """One layer of all records. `known`: inputs joined already, by their parts, because layers may share them."""
     first = layers[0]
-    inputs = tuple(torch.cat(parts) for parts in zip(*(layer.raw_inputs for layer in layers), strict=True))
+
+    def together(parts: Sequence[Tensor]) -> Tensor:
+        key = tuple(map(id, parts))
+        if key not in known:
+            known[key] = torch.cat(list(parts))
+        return known[key]
+
+    inputs = tuple(together(parts) for parts in zip(*(layer.raw_inputs for layer in layers), strict=True))
     scores = tuple(
         tuple(torch.cat(parts) for parts in zip(*calls, strict=True))
         for calls in zip(*(layer.raw_scores for layer in layers), strict=True)

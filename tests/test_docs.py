@@ -217,6 +217,17 @@ def test_the_example_of_choosing_runs_and_finds_what_the_page_shows():
     assert all(any(name in row for row in history) for name in names)
 
 
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning")
+def test_the_examples_of_scale_run():
+    space: dict[str, object] = {}
+    for block in blocks("scale.md"):
+        exec(compile(block, "scale.md", "exec", dont_inherit=True), space)
+    assert space["solution"].stats["scaler"]["scale"] > 0
+    assert space["found"].grad.shape == (64,)
+    peaks = {row["inverse"]: row["peak_bytes"] for row in space["plan"].rows}
+    assert peaks["identity"] < peaks["kfac"]
+
+
 @pytest.mark.parametrize("name", ["cleaning.md", "distillation.md"])
 def test_the_lines_for_your_own_data_run(name):
     torch.manual_seed(0)

@@ -148,10 +148,10 @@ def test_the_hypergradient_in_float16_against_the_dense_one() -> None:
     matrix = oracles.ggn(problem, inner_batch) + oracles.ridge_hessian(problem)
     true = oracles.hypergradient(problem, inner_batch, outer_batch, matrix)
     low, inner_batch, outer_batch = made(dtype=torch.float32, low=True)
-    low.scaling = Scaling(scaler(2.0**24), low.theta.device)
-    found = nhgd.hypergradient(
-        low, inner_batch, outer_batch, inverse=nhgd.inverse.Refined(KFAC(), steps=40, matrix="ggn")
-    ).grad
+    own, inverse = scaler(2.0**40), nhgd.inverse.Refined(KFAC(), steps=40, matrix="ggn")
+    found = nhgd.hypergradient(low, inner_batch, outer_batch, inverse=inverse, scaler=own).grad
+    assert own.get_scale() < 2.0**40  # at which passes overflow
+    assert not low.scaling.active
     assert relative(found, true) < 1e-2
 
 
@@ -286,3 +286,19 @@ def test_the_scale_of_the_scores_reaches_no_statistics() -> None:
         record = Recorder(low, "sample").step(batch).record
         errors.append(relative(record.rows, true))
     assert errors[1] < 4e-3 < errors[0]
+
+
+def test_layers_whose_scores_would_vanish_are_verified_scaled() -> None:
+    """Scores that float16 rounds to few steps do not add up to the gradient, and a layer would pass for one of another kind."""
+    torch.manual_seed(0)
+    kinds = []
+    for scale in (None, 2.0**24):
+        low, batch, _ = made(dtype=torch.float32, low=True, factor=5e-6)
+        low.scaling = Scaling(None if scale is None else scaler(scale), low.theta.device)
+        recorder = Recorder(low, "layer", couples=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            recorder.step(batch)
+        kinds.append(recorder.verification.foreign)
+    assert kinds[0]
+    assert not kinds[1]

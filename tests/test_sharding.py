@@ -51,6 +51,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "kfac, periods": (NHGD(KFAC(invert_every=2)), {"inner_optimizer": MOMENTUM, "inner_lr": 0.05}),
     "kfac, no ridge": (NHGD(KFAC(damping=None), cross="trajectory"), {"l2": 0.0}),
     "kfac, refined": (NHGD(refine=2), {"project": 1.5}),
+    "kfac, scaled losses": (
+        NHGD(KFAC(overhead=None)),
+        {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**60, growth_interval=10**6)},
+    ),
+    "kfac, at rest": (NHGD(KFAC(invert_every=2, kept_dtype=torch.float16, offload=True)), {}),
     "cg": (AID(CG(steps=4)), {"inner_optimizer": ADAMW, "inner_lr": 0.02}),
     "f2sa": ("f2sa", {"inner_optimizer": ADAMW, "inner_lr": 0.02}),
     "bome": ("bome", {}),

@@ -20,6 +20,9 @@ def refusal(algorithm: AbstractAlgorithm, loop: Loop) -> str | None:
         return why
     if problem.scaling.active:
         return "the loss scale follows from what the host reads of each pass"
+    learner = None if loop.inverse is None else loop.inverse.learner
+    if isinstance(learner, (KFAC, EKFAC)) and (learner.offload or learner.basis_dtype is not None):
+        return f"{label(learner)} keeps its factors elsewhere, or in other digits, between its uses"
     if loop.inverse is not None and not _is_repeatable(loop.inverse):
         return f"the work of {label(loop.inverse)} depends on values it computes"
     if not isinstance(loop.executor, Inline) or loop.division.workers > 1:

@@ -9,7 +9,7 @@ computation of a subclass is unknown, so its scores are compared with the gradie
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from nhgd._recording.leaf_call import SHAPES, LeafCall
 from nhgd.errors import InputError
-from nhgd.record import LayerRecord
+from nhgd.record import Convolution, LayerRecord
 
 Scores: TypeAlias = "Sequence[Tensor | None]"
 # The node at which a graph ends in a parameter has no public name. A view has a grad_fn, despite its annotation.
@@ -76,6 +76,22 @@ class Call(LayerCall):
             return kind.forward is nn.Linear.forward
         plain = kind.forward is nn.Conv2d.forward and "_conv_forward" not in vars(module)
         return plain and kind._conv_forward is nn.Conv2d._conv_forward  # type: ignore[attr-defined]  # a Conv2d
+
+
+def shared_inputs(calls: Sequence[LayerCall]) -> list[int]:
+    """For each call the position of the first one that was given the same tensor in the same way, as attention's separate
+    projections are.
+
+    A tensor is known by where the graph made it, or by its memory where no graph did.
+    """
+    first: dict[Hashable, int] = {}
+
+    def key(call: LayerCall) -> Hashable:
+        source, x = getattr(call, "source", None), call.input
+        made = (x.data_ptr(), x.stride()) if source is None else (source.node, source.output_nr)
+        return made, x.shape, x.dtype, call.bias is not None, Convolution.of(call.module), call.swapped
+
+    return [first.setdefault(key(call), i) for i, call in enumerate(calls)]
 
 
 class Graph(NamedTuple):

@@ -12,13 +12,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from nhgd import _tape as tape
-from nhgd._recording.accounting import Call, LayerCall, Scores
+from nhgd._recording.accounting import Call, LayerCall, Scores, shared_inputs
 from nhgd._recording.fisher_roots import FisherRoots
 from nhgd._recording.leaf_call import LeafCall
 from nhgd._recording.normalisation import NormCall, signs, summed_rows
 from nhgd._recording.other_rows import OtherRows
 from nhgd._recording.sampling import Sampling, counts_of
-from nhgd._recording.streaming import Arrivals, LayerParts, Products, Taker
+from nhgd._recording.streaming import Arrivals, Fold, LayerParts, Products, Taker
 from nhgd._recording.taps import TappedPass, Taps, scale_of
 from nhgd._recording.verification import Verification
 from nhgd.data.batch import Batch
@@ -41,8 +41,6 @@ from nhgd.record import (
 )
 
 SeedRule: TypeAlias = Callable[[Losses], tuple[Losses, Tensor | None]]
-# Of a layer, the weights of the samples, and how many there are
-Fold: TypeAlias = Callable[[LayerRecord, "Tensor | None", int], tuple[Tensor, ...]]
 
 
 class Recorder(Tap):
@@ -218,7 +216,7 @@ class Recorder(Tap):
         if self.sampling is not None:
             calls = [call for call, good in zip(found.calls, accounted, strict=True) if good]
             counts = [counts_of(Convolution.of(call.module), [call.output_shape]) for call in calls]
-            drawn = self.sampling.drawn(len(scale), None, counts)
+            drawn = self.sampling.drawn(len(scale), None, counts, shared_inputs(calls))
         weights = None if found.losses.weights is None else found.losses.weights.detach()
         found.parts = LayerParts(self.taps, found.calls, accounted, scale, weights, drawn, self.fold)
         return found.parts

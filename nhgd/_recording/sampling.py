@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple, TypeAlias
@@ -32,12 +32,22 @@ class Sampling(NamedTuple):
     def of(self, record: LayerStatistics) -> LayerStatistics:
         """That much of the record of a batch, or of some samples of one."""
         counts = [counts_of(layer.convolution, [call[0].shape for call in layer.raw_scores]) for layer in record.layers]
-        drawn = self.drawn(record.samples, record.reduction, counts)
-        thinned = tuple(drawn.layer(layer, i) for i, layer in enumerate(record.layers))
-        return drawn.rest(replace(record, layers=thinned))
+        origins: dict[Hashable, int] = {}
+        first = [origins.setdefault(layer.origin, i) for i, layer in enumerate(record.layers)]
+        drawn = self.drawn(record.samples, record.reduction, counts, first)
+        thinned: list[LayerRecord] = []
+        for i, layer in enumerate(record.layers):
+            found = drawn.layer(layer, i)
+            thinned.append(found if first[i] == i else replace(found, raw_inputs=thinned[first[i]].raw_inputs))
+        return drawn.rest(replace(record, layers=tuple(thinned)))
 
-    def drawn(self, samples: int, reduction: Reduction | None, counts: Sequence[Counts]) -> Drawn:
-        """Draw for a record of so many samples here, whose layers have so many places."""
+    def drawn(
+        self, samples: int, reduction: Reduction | None, counts: Sequence[Counts], first: Sequence[int] | None = None
+    ) -> Drawn:
+        """Draw for a record of so many samples here, whose layers have so many places.
+
+        first: for each layer the first one with the same inputs; they are taken at the same places.
+        """
         total = samples if reduction is None else reduction.total(samples)
         generator = torch.Generator()
         wanted = total if self.samples is None else min(self.samples, total)
@@ -59,11 +69,13 @@ class Sampling(NamedTuple):
             ]
 
         taken: list[list[Tensor] | None] = []
-        for calls in counts:
+        for i, calls in enumerate(counts):
             wanted_places = 0 if self.places is None or not calls else -(-self.places // len(calls))
             # Several calls use the same places; grouped convolutions are rare, and their patches small.
             if self.places is None or len(set(calls)) != 1 or wanted_places >= calls[0]:
                 taken.append(None)
+            elif first is not None and first[i] < i and counts[first[i]] == calls:
+                taken.append(taken[first[i]])
             else:
                 taken.append([places(wanted_places, count) for count in calls])
         return Drawn(None if len(rows) == samples else rows, taken, reduction)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from nhgd import _tape as tape
 from nhgd._kernels import narrow_is_slow
-from nhgd._recording.accounting import Call, LayerCall
+from nhgd._recording.accounting import Call, LayerCall, shared_inputs
 from nhgd._recording.leaf_call import LeafCall
 from nhgd._recording.sampling import Drawn
 from nhgd._recording.taps import TappedPass, Taps
@@ -27,6 +28,8 @@ from nhgd.record import FoldedLayer, LayerRecord
 
 Taken = LayerRecord | FoldedLayer
 Taker = Callable[[int, Tensor], None]  # of the score of a call, by its number
+# Of a layer, the weights of the samples, how many there are, and what was made of a layer with the same inputs
+Fold: TypeAlias = Callable[[LayerRecord, "Tensor | None", int, "tuple[Tensor, ...] | None"], tuple[Tensor, ...]]
 CHUNK = 2**24  # numbers of an output that are multiplied with its score at a time
 
 
@@ -83,24 +86,31 @@ class LayerParts:
         scale: Tensor,
         weights: Tensor | None,
         drawn: Drawn | None,
-        fold: Callable[[LayerRecord, Tensor | None, int], tuple[Tensor, ...]] | None,
+        fold: Fold | None,
     ) -> None:
         self.taps, self.calls, self.scale, self.weights = taps, calls, scale, weights
         self.drawn, self.fold = drawn, fold
         chosen = [i for i, good in enumerate(accounted) if good]
         self._numbers = {position: number for number, position in enumerate(chosen)}
         self._taken: dict[int, Taken] = {}
+        self._first = shared_inputs(calls)
+        self._of_inputs: dict[int, Taken] = {}  # the layer taken first of those with the same inputs
 
     def take(self, position: int, score: Tensor | None) -> None:
         """Take the part of one call."""
         if position not in self._numbers:
             return
         (layer,) = self.taps.layer_records([self.calls[position]], [[score]], self.scale)
+        like = self._of_inputs.get(self._first[position])
         if self.drawn is not None:
             found: Taken = self.drawn.layer(layer, self._numbers[position])
+            if isinstance(found, LayerRecord) and isinstance(like, LayerRecord):
+                found = replace(found, raw_inputs=like.raw_inputs)
         else:
             assert self.fold is not None
-            found = FoldedLayer(layer.weight, layer.bias, self.fold(layer, self.weights, len(self.scale)))
+            known = like.sums if isinstance(like, FoldedLayer) else None
+            found = FoldedLayer(layer.weight, layer.bias, self.fold(layer, self.weights, len(self.scale), known))
+        self._of_inputs.setdefault(self._first[position], found)
         self._taken[position] = found
 
     def tensors(self) -> list[Tensor]:

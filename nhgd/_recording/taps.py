@@ -22,7 +22,16 @@ from torch.autograd.graph import get_gradient_edge
 from nhgd import _tape as tape
 from nhgd._kernels import uncompiled
 from nhgd._randomness import state_bytes
-from nhgd._recording.accounting import Call, LayerCall, Scores, as_saved, held, outside_layers, walked
+from nhgd._recording.accounting import (
+    Call,
+    LayerCall,
+    Scores,
+    as_saved,
+    held,
+    outside_layers,
+    shared_inputs,
+    walked,
+)
 from nhgd._recording.leaf_call import LeafCall
 from nhgd._recording.normalisation import NormCall, normalises_by_batch
 from nhgd.data.batch import Batch
@@ -310,7 +319,8 @@ class Taps:
     def layer_records(self, calls: Sequence[LayerCall], columns: Sequence[Scores], scale: Tensor) -> list[LayerRecord]:
         """Calls and their scores, one column for each root, by layer; `scale`, (B,), is that of `scale_of`."""
         samples = len(scale)
-        grouped: dict[str, list[tuple[LayerCall, tuple[Tensor, ...]]]] = {}
+        grouped: dict[str, list[tuple[Tensor, LayerCall, tuple[Tensor, ...]]]] = {}
+        first = shared_inputs(calls)
         for position, call in enumerate(calls):
             if call.output_shape[0] != samples or len(call.output_shape) < 2 or call.input.shape[0] != samples:
                 raise InputError(
@@ -321,17 +331,17 @@ class Taps:
             found = tuple(
                 call.input.new_zeros(call.output_shape) if s is None else call.placed(s.detach()) for s in scores
             )
-            grouped.setdefault(call.weight, []).append((call, found))
+            grouped.setdefault(call.weight, []).append((calls[first[position]].input, call, found))
         return [
             LayerRecord(
                 weight,
-                pairs[0][0].bias,
-                Convolution.of(pairs[0][0].module),
-                tuple(call.input for call, _ in pairs),
-                tuple(scores for _, scores in pairs),
-                scale.to(torch.promote_types(pairs[0][1][0].dtype, torch.float32)),
+                own[0][1].bias,
+                Convolution.of(own[0][1].module),
+                tuple(given for given, _, _ in own),
+                tuple(scores for _, _, scores in own),
+                scale.to(torch.promote_types(own[0][2][0].dtype, torch.float32)),
             )
-            for weight, pairs in grouped.items()
+            for weight, own in grouped.items()
         ]
 
     def rows_of_layers(

@@ -190,7 +190,8 @@ class Verification:
         """
         theta = self.taps.problem.theta
         losses = replace(found.losses, weights=None)
-        given = torch.autograd.grad(losses.mean(), (*theta.leaves, *found.edges), allow_unused=True, retain_graph=True)
+        grad, wrt = self.taps.problem.scaling.grad, (*theta.leaves, *found.edges)
+        given = grad(losses.mean(), wrt, retain_graph=True, allow_unused=True)
         own, scores = dict(zip(theta.names, given, strict=False)), given[len(theta.leaves) :][: len(found.calls)]
         seen = check_independent(losses.values, found.calls[first:], scores[first:])
         seen |= {call.weight for call in found.calls[:first]}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch.amp.grad_scaler import GradScaler
+
 from nhgd import _threads as threads
 from nhgd._cost import largest
 from nhgd._registry import Registry
@@ -38,6 +40,7 @@ def hypergradient(
     estimator: str | AbstractHypergradient = "implicit",
     inner_data: Iterable[Batch] | None = None,
     seed: int = 0,
+    scaler: GradScaler | None = None,
 ) -> Hypergradient:
     """The hypergradient at the problem's current theta and v, which stay as they are.
 
@@ -49,6 +52,7 @@ def hypergradient(
         estimator: "implicit", "unrolled", or an object.
         inner_data: batches that online inverses learn from and products run over, in place of inner_batch.
         seed: what dropout is drawn from.
+        scaler: a `torch.amp.GradScaler`, where the functions run under float16 autocast.
 
     >>> import torch
     >>> problem = Bilevel(  # theta*(v) = v, so Phi(v) = (v - 3)^2
@@ -70,7 +74,7 @@ def hypergradient(
     outer_batch = move(one_batch(outer_batch, "outer_batch"), device)
     found = resolve_inverse("cg" if inverse is None else inverse)
     work = largest(found if chosen.inverts else None, problem.theta, common_length(batches[0]) or 1)
-    with library_settings():
+    with library_settings(), problem.scaled(scaler):
         with threads.measuring(device) as measured:
             problem.validate(batches[0], outer_batch, chosen.learnt_rate)
         with threads.limited(threads.suited(max(measured.flops, work), device)):

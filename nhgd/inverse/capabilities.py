@@ -5,12 +5,13 @@ An inverse that has one of these methods need not say so: it is enough that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from nhgd._recording.sampling import Sampling
+from nhgd._recording.streaming import Fold
 from nhgd.inverse.base import AbstractInverse, Iterative, Learned
 from nhgd.oracle import Oracle
 from nhgd.record import LayerRecord
@@ -131,8 +132,13 @@ class TakesSamples(Protocol):
 class FoldsLayers(Protocol):
     """A learned inverse that needs a layer of a record for a moment alone."""
 
-    def fold(self, layer: LayerRecord, weights: Tensor | None, samples: int) -> tuple[Tensor, ...]:
-        """What it wants of a layer, of samples with these weights, (B,)."""
+    def fold(
+        self, layer: LayerRecord, weights: Tensor | None, samples: int, like: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, ...]:
+        """What it wants of a layer, of samples with these weights, (B,).
+
+        like: what it made of a layer with the same inputs, if there was one.
+        """
         ...
 
 
@@ -142,6 +148,15 @@ class KeepsLess(Protocol):
 
     def kept(self, theta: Variable) -> int:
         """The bytes that stay."""
+        ...
+
+
+@runtime_checkable
+class SharesInputs(Protocol):
+    """A learned inverse that keeps what layers with the same inputs have in common once."""
+
+    def saved(self, theta: Variable, layers: Collection[str]) -> tuple[int, int]:
+        """The bytes that `memory` and `kept` count for these layers although another has the same inputs."""
         ...
 
 
@@ -232,7 +247,7 @@ def sampling(learner: Learned[Any], step: int) -> Sampling | None:
     return learner.sampling(step) if isinstance(learner, TakesSamples) else None
 
 
-def fold(learner: Learned[Any]) -> Callable[[LayerRecord, Tensor | None, int], tuple[Tensor, ...]] | None:
+def fold(learner: Learned[Any]) -> Fold | None:
     """What a learner makes of a layer where its score arrives; None: it needs whole records."""
     return learner.fold if isinstance(learner, FoldsLayers) else None
 
@@ -242,6 +257,11 @@ def kept(inverse: AbstractInverse, theta: Variable) -> int:
     if isinstance(inverse, KeepsLess):
         return inverse.kept(theta)
     return theta.numel * theta.dtype.itemsize if inverse.learner is None else inverse.memory(theta)
+
+
+def saved(inverse: AbstractInverse, theta: Variable, layers: Collection[str]) -> tuple[int, int]:
+    """The bytes that it does not need, in all and while inner steps are taken, because these layers share their inputs."""
+    return inverse.saved(theta, layers) if isinstance(inverse, SharesInputs) else (0, 0)
 
 
 def couples(learner: Learned[Any]) -> bool:

@@ -54,7 +54,7 @@ class EKFAC(AbstractKronecker[EKFACState]):
     no more than they do.
 
     Args:
-        damping, beta, fisher, factor_every, overhead, effort, dense_limit, dtype: as in `KFAC`.
+        damping, beta, fisher, factor_every, overhead, effort, dense_limit, dtype, offload: as in `KFAC`.
         invert_every: observations from one basis to the next.
         invert_phase: as in `KFAC`.
 
@@ -87,6 +87,7 @@ class EKFAC(AbstractKronecker[EKFACState]):
 
         After the second walk the moments are exact in it.
         """
+        state = self.awake(state)
         bases = {layer: basis._asdict() for layer, basis in decompositions(state, state.inputs, None).items()}
         settled = replace(self, invert_every=sys.maxsize, invert_phase=0, overhead=None)
         return settled, replace(state, mass=0.0, bases=bases, moments={})

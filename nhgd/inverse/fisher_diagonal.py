@@ -112,7 +112,9 @@ class FisherDiagonal(LayerMeans[FisherDiagonalState]):
         )
 
     @torch.no_grad()
-    def fold(self, layer: LayerRecord, weights: Tensor | None, samples: int) -> tuple[Tensor]:
+    def fold(
+        self, layer: LayerRecord, weights: Tensor | None, samples: int, like: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor]:
         """What it wants of a layer of a batch: the mean of its squared gradients, (G, out, in)."""
         dtype = self.dtype or layer.dtype
         return (second_moments(layer.inputs.to(dtype), layer.scores.to(dtype)) / (samples or 1),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, final
 
@@ -19,9 +19,11 @@ from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.layer_ridge import LayerRidge, Uneven
 from nhgd.inverse._learned.matrix_products import matrix_solver
+from nhgd.inverse._learned.resting import polished
 from nhgd.inverse._learned.statistics import check_invertible
 from nhgd.inverse._learned.together import Stack
 from nhgd.record import LayerRecord, LayerStatistics, Pool, pool_of
+from nhgd.ridge import Ridge
 
 KFACSolver = Literal["eigen", "cholesky", "products"]
 
@@ -84,6 +86,11 @@ class KFAC(AbstractKronecker[KroneckerState]):
         split: the rows of the largest factor that is kept whole; None: all are. A larger one is replaced by blocks on its
             diagonal, which take less memory, by their number, and less time to decompose, by its square. One of scores is kept
             whole if its rows do not divide evenly.
+        kept_dtype: of the eigenvectors that are kept from one solve to the next: torch.float16 or torch.bfloat16 halve their memory.
+            Statistics stay in all digits, and each solve takes a few products with the factors, without which so few digits would
+            spoil it. As no entry is above 1, float16 has more of them.
+        offload: whether factors and eigenvectors are kept in the host's memory, where theta is on a GPU; they are on the device
+            while a record is folded in and while a system is solved.
 
     >>> KFAC().overhead, KFAC(factor_every=10).overhead
     (0.1, None)
@@ -104,6 +111,7 @@ class KFAC(AbstractKronecker[KroneckerState]):
     solver: KFACSolver = "eigen"
     iterations: int = 20
     split: int | None = 1024
+    kept_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,6 +124,20 @@ class KFAC(AbstractKronecker[KroneckerState]):
                 " Leave invert_every at None, or use solver='eigen'."
             )
 
+        if self.kept_dtype is not None:
+            if self.kept_dtype not in (torch.float16, torch.bfloat16, torch.float32):
+                raise InputError(f"KFAC: kept_dtype must be torch.float16, bfloat16 or float32, got {self.kept_dtype}.")
+            if self.solver != "eigen" or (self.invert_every is None and self.overhead is None):
+                raise InputError(
+                    "KFAC: kept_dtype is about eigenvectors that are kept from one solve to the next, and here none are. Set"
+                    " invert_every, or leave overhead and solver at their defaults."
+                )
+
+    @property
+    @override
+    def basis_dtype(self) -> torch.dtype | None:
+        return self.kept_dtype
+
     @property
     @override
     def largest(self) -> int | None:
@@ -125,9 +147,11 @@ class KFAC(AbstractKronecker[KroneckerState]):
         return KroneckerState(starts, sizes)
 
     @torch.no_grad()
-    def fold(self, layer: LayerRecord, weights: Tensor | None, samples: int) -> tuple[Tensor, ...]:
+    def fold(
+        self, layer: LayerRecord, weights: Tensor | None, samples: int, like: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, ...]:
         """What it wants of a layer of a batch: its factors."""
-        return self._factors(layer, weights, samples)
+        return self._factors(layer, weights, samples, None if like is None else like[0])
 
     def _refreshed(
         self, before: KroneckerState, state: KroneckerState, record: LayerStatistics, rate: float
@@ -149,6 +173,15 @@ class KFAC(AbstractKronecker[KroneckerState]):
             return state
         return replace(state, bases=refreshed(state, effort.refreshes(state.observed)))
 
+    @override
+    def _prepared(self, state: KroneckerState, ridge: Ridge) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+        saves = self.effort is not None and not self.effort.in_full(state.observed)
+        if self.solver == "eigen" and not saves and tape.tape() is None and isinstance(ridge.value, float):
+            state = self.awake(state)
+            missing = [layer for layer in state.inputs if layer not in state.bases]
+            state = replace(state, bases=state.bases | self._bases(state, missing, None))  # together, for this solve
+        return super()._prepared(state, ridge)
+
     def _bases(self, state: KroneckerState, layers: Iterable[str], pool: Pool | None) -> dict[str, dict[str, Tensor]]:
         return {layer: basis._asdict() for layer, basis in decompositions(state, layers, pool).items()}
 
@@ -156,6 +189,7 @@ class KFAC(AbstractKronecker[KroneckerState]):
         """The state with the eigendecompositions that a solve would make of it, divided over a pool."""
         if self.invert_every is not None or self.solver != "eigen" or state.bases:
             return state
+        state = self.awake(state)
         return replace(state, bases=self._bases(state, state.inputs, pool))
 
     def _trace(self, state: KroneckerState, layer: str) -> Tensor:
@@ -165,7 +199,7 @@ class KFAC(AbstractKronecker[KroneckerState]):
     @override
     def _stacks(self, state: KroneckerState, extras: Mapping[str, float]) -> list[Stack]:
         saves = self.effort is not None and not self.effort.in_full(state.observed)
-        if self.solver != "eigen" or not saves or tape.repeatable() or not state.inputs:
+        if self.solver != "eigen" or not saves or tape.repeatable() or not state.inputs or self.kept_dtype is not None:
             return []
         if not together.pays(next(iter(state.inputs.values())).device):
             return []
@@ -177,6 +211,10 @@ class KFAC(AbstractKronecker[KroneckerState]):
             kept = state.bases.get(layer)
             basis = tape.eager(lambda: decomposed(state, layer)) if kept is None else Basis(**kept)
             saves = self.effort is not None and not self.effort.in_full(state.observed)
+            if kept is not None and self.kept_dtype is not None and extra > 0:
+                factors = state.factors(layer)
+                near = basis.rescaled(*factors)
+                return polished(*factors, extra, near.solver("KFAC", layer, near.products(), extra))
             if kept is not None and saves and extra > 0:
                 basis = basis.rescaled(*state.factors(layer))
                 if not tape.repeatable() and basis.is_within_digits(extra):
@@ -195,7 +233,7 @@ class KFAC(AbstractKronecker[KroneckerState]):
             return lambda b: ridge.scale * inside(ridge.scale * b)
         saves = self.effort is not None and not self.effort.in_full(state.observed)
         kept = None
-        if (self.invert_every is not None or saves) and layer in state.bases:
+        if (self.invert_every is not None or saves) and layer in state.bases and self.kept_dtype is None:
             kept = Basis(**state.bases[layer])
             kept = kept.rescaled(a, g) if saves else kept
             a, g = kept.factors()

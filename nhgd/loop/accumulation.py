@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from nhgd._recording.recorder import Fold
+from nhgd._recording.streaming import Fold
 from nhgd._tree import map_tensors
 from nhgd.data.batch import Batch, common_length
 from nhgd.errors import InputError
@@ -66,6 +66,7 @@ def _folded(record: InnerRecord, fold: Fold) -> InnerRecord:
     if not isinstance(record, LayerStatistics):
         return record
     own = [
-        FoldedLayer(layer.weight, layer.bias, fold(layer, record.weights, record.samples)) for layer in record.layers
+        FoldedLayer(layer.weight, layer.bias, fold(layer, record.weights, record.samples, None))
+        for layer in record.layers
     ]
     return replace(record, layers=(), folded=(*record.folded, *own))

@@ -16,6 +16,7 @@ from nhgd.inverse._learned.statistics import check_invertible
 from nhgd.record import Pool
 
 Solver: TypeAlias = Callable[[Tensor], Tensor]
+TOGETHER = 512  # rows of the largest factors that are decomposed in one call
 NEGLIGIBLE = 0.1  # of the added diagonal: smaller eigenvalues may count as 0, within a budget
 
 
@@ -151,10 +152,7 @@ def decompositions(state: KroneckerState, layers: Iterable[str], pool: Pool | No
     """`decomposed` for several layers. A pool divides the factors, by the cube of their size."""
     names = list(layers)
     if pool is None:
-        if not concurrent.pays([factor for layer in names for factor in (state.inputs[layer], state.scores[layer])]):
-            return {layer: decomposed(state, layer) for layer in names}
-        of = concurrent.decomposed_beside([(n, factor) for n in names for factor in state.blocks_of(n)], eigenvalues)
-        return {layer: _basis(state, layer, of[2 * i], of[2 * i + 1]) for i, layer in enumerate(names)}
+        return _together(state, names)
     named = [(layer, factor) for layer in names for factor in state.factors(layer)]
     for layer, factor in named:
         check_finite(layer, factor)  # here, where all of the pool see it
@@ -167,6 +165,54 @@ def decompositions(state: KroneckerState, layers: Iterable[str], pool: Pool | No
     costs = [len(factor) * float(factor.shape[1]) ** 3 for _, factor in named]
     found = [(t[:, 1:].contiguous(), t[:, 0].contiguous()) for t in pool.map(likes, costs, packed)]
     return {name: Basis(*found[2 * i], *found[2 * i + 1]) for i, name in enumerate(names)}
+
+
+@torch.no_grad()
+def _together(state: KroneckerState, layers: Sequence[str]) -> dict[str, Basis]:
+    """`decomposed` for several layers: a factor that they share once, and small ones of one shape in one call."""
+    shared: dict[int, int] = {}  # of factors, by the tensor that the state holds
+    factors: list[tuple[str, Tensor]] = []
+    places: list[tuple[int, int]] = []
+    for layer in layers:
+        a, g = state.blocks_of(layer)
+        if id(state.inputs[layer]) not in shared:
+            shared[id(state.inputs[layer])] = len(factors)
+            factors.append((layer, a))
+        places.append((shared[id(state.inputs[layer])], len(factors)))
+        factors.append((layer, g))
+    alike: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    if concurrent.pays([factor for _, factor in factors]):
+        beside = concurrent.decomposed_beside(factors, eigenvalues)
+        found = {i: (values.clamp_min(0), vectors) for i, (values, vectors) in enumerate(beside)}
+    for i, (_, factor) in enumerate(factors):
+        n = factor.shape[1]
+        if i not in found:
+            alike.setdefault((n if n <= TOGETHER else -1 - i, factor.dtype, factor.device), []).append(i)
+    for members in alike.values():
+        for i, one in zip(members, _eigenvalues_of([factors[i] for i in members]), strict=True):
+            found[i] = one
+    bases = {}
+    for layer, (i, j) in zip(layers, places, strict=True):
+        (a, q_a), (g, q_g) = found[i], found[j]
+        (q_a, q_g), (a, g) = state.paired(layer, q_a, q_g), state.paired(layer, a, g)
+        bases[layer] = Basis(q_a, a, q_g, g)
+    return bases
+
+
+def _eigenvalues_of(factors: Sequence[tuple[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Eigenvalues, none below 0, which is rounding, and eigenvectors of factors of one size, (G, n, n)."""
+    if len(factors) == 1:
+        values, vectors = eigenvalues(*factors[0])
+        return [(values.clamp_min(0), vectors)]
+    whole = torch.cat([factor for _, factor in factors])
+    if not bool(torch.isfinite(whole).all()):
+        for name, factor in factors:
+            check_finite(name, factor)
+    sizes = [len(factor) for _, factor in factors]
+    values, vectors = eigenvalues(factors[0][0], whole)
+    pairs = zip(values.clamp_min(0).split(sizes), vectors.split(sizes), strict=True)
+    return [(own.clone(), q.clone()) for own, q in pairs]  # in memory of their own: they are replaced one by one
 
 
 @torch.no_grad()

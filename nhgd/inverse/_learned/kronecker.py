@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -23,6 +23,7 @@ from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.layer_ridge import ITERATIONS, LayerRidge
 from nhgd.inverse._learned.layers import layer_shapes
 from nhgd.inverse._learned.periods import OVERHEAD, LayerMeans
+from nhgd.inverse._learned.resting import at_rest, awake
 from nhgd.inverse._learned.splitting import blocks, gram, split
 from nhgd.inverse._learned.statistics import check_statistics, merge, statistics_note, step_of_mean
 from nhgd.inverse._learned.together import Stack
@@ -66,6 +67,7 @@ class AbstractKronecker(LayerMeans[T]):
     dtype: torch.dtype | None = None
     invert_phase: int = 0
     effort: Effort | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -85,6 +87,15 @@ class AbstractKronecker(LayerMeans[T]):
                         " the periods."
                     )
                 object.__setattr__(self, "overhead", None)  # periods that are given take the place of the default
+
+    @property
+    def basis_dtype(self) -> torch.dtype | None:
+        """Of the eigenvectors that are kept; None: of the statistics."""
+        return None
+
+    def awake(self, state: T, bases: bool = True) -> T:
+        """The state as it is worked with; with `bases` or without."""
+        return awake(state, self.offload, self.basis_dtype, bases)
 
     @property
     def largest(self) -> int | None:
@@ -119,6 +130,7 @@ class AbstractKronecker(LayerMeans[T]):
                 f"{type(self).__name__} works on the inputs and scores of Linear and Conv2d layers, and no such layer"
                 " holds a parameter of theta. Use fisher_window, which supports any model, or fisher_diagonal."
             )
+        state = self.awake(state, bases=self.moments > 0)
         samples = batch_samples(record)
         beta = self.beta if self.effort is None else self.effort.beta(self.beta, samples, state.observed)
         rate, mass = step_of_mean(state.mass, beta, samples)
@@ -138,7 +150,7 @@ class AbstractKronecker(LayerMeans[T]):
         covered = {*new.inputs, *(name for name, at in new.starts.items() if at in new.biases.values())}
         blocks, others = ({n: b for n, b in bs.items() if n not in covered} for bs in (state.blocks, own_blocks))
         new.blocks = merge(blocks, others, rate)
-        return self._refreshed(state, new, record, rate)
+        return at_rest(self._refreshed(state, new, record, rate), self.offload, self.basis_dtype)
 
     def graphable(self, state: T, record: InnerRecord) -> Graphable | None:
         """The statistics of a batch, unless they must be summed over workers."""
@@ -158,14 +170,18 @@ class AbstractKronecker(LayerMeans[T]):
         Of the state only the sizes of theta's leaves are used, so that this can be captured once and replayed.
         """
         layers: dict[str, tuple[Tensor, ...]] = {folded.weight: folded.sums for folded in record.folded}
-        layers |= {layer.weight: self._factors(layer, record.weights, record.samples) for layer in record.layers}
+        of_inputs: dict[Hashable, Tensor] = {}  # layers with the same inputs have one factor of them
+        for layer in record.layers:
+            layers[layer.weight] = self._factors(layer, record.weights, record.samples, of_inputs.get(layer.origin))
+            of_inputs[layer.origin] = layers[layer.weight][0]
         blocks = self._blocks(state, record)
         if record.reduction is None:
             return BatchStatistics(layers, blocks)
-        summed = iter(batch_mean(record, [*(t for three in layers.values() for t in three), *blocks.values()]))
+        own = {id(t): t for t in (*(t for three in layers.values() for t in three), *blocks.values())}
+        summed = dict(zip(own, batch_mean(record, list(own.values())), strict=True))
         return BatchStatistics(
-            {name: tuple(next(summed) for _ in three) for name, three in layers.items()},
-            {name: next(summed) for name in blocks},
+            {name: tuple(summed[id(t)] for t in three) for name, three in layers.items()},
+            {name: summed[id(block)] for name, block in blocks.items()},
         )
 
     @abstractmethod
@@ -186,20 +202,27 @@ class AbstractKronecker(LayerMeans[T]):
     def _precision(self, tensor: Tensor) -> torch.dtype:
         return self.dtype or torch.promote_types(tensor.dtype, torch.float32)
 
-    def _factors(self, layer: LayerRecord, weights: Tensor | None, samples: int) -> tuple[Tensor, Tensor, Tensor]:
-        """This batch's A, its G times the mean weight, and the mean weight."""
-        a = layer.inputs.to(self._precision(layer.inputs))  # (B, T, G, in)
+    def _factors(
+        self, layer: LayerRecord, weights: Tensor | None, samples: int, of_inputs: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """This batch's A, unless it is known of another layer; its G times the mean weight; and the mean weight."""
         g = layer.scores.to(self._precision(layer.scores))  # (K, B, T, G, out)
-        weight = torch.ones((), dtype=a.dtype, device=a.device)
-        places, samples = a.shape[1], samples or 1  # a worker's part may hold no sample of those that were drawn
-        if weights is not None:
-            w = weights.to(a.dtype)
-            a, weight = a * w.sqrt()[:, None, None, None], w.mean() if len(w) else w.sum()
-        a, g = a.flatten(0, 1).transpose(0, 1), g.flatten(0, 2).transpose(0, 1)  # (G, BT, in), (G, KBT, out)
-        if self.largest is not None and len(a) == 1 and max(a.shape[2], g.shape[2]) > self.largest:
-            of_a, of_g = blocks(a.shape[2], self.largest, even=False), blocks(g.shape[2], self.largest, even=True)
-            return gram(a[0], *of_a).div_(samples * places), gram(g[0], *of_g).div_(samples), weight
-        return (a.mT @ a).div_(samples * places), (g.mT @ g).div_(samples), weight
+        kept, places, samples = self._precision(layer.scores), g.shape[2], samples or 1  # a worker may hold no sample
+        weight = torch.ones((), dtype=kept, device=g.device)
+        w = None if weights is None else weights.to(kept)
+        if w is not None:
+            weight = w.mean() if len(w) else w.sum()
+        if of_inputs is None:
+            a = layer.inputs.to(self._precision(layer.inputs))  # (B, T, G, in)
+            a = a if w is None else a * w.sqrt()[:, None, None, None]
+            of_inputs = self._gram(a.flatten(0, 1).transpose(0, 1), even=False).div_(samples * places)
+        return of_inputs, self._gram(g.flatten(0, 2).transpose(0, 1), even=True).div_(samples), weight
+
+    def _gram(self, rows: Tensor, even: bool) -> Tensor:
+        """X^T X of rows (G, N, n), or the blocks on its diagonal where it is too large."""
+        if self.largest is not None and len(rows) == 1 and rows.shape[2] > self.largest:
+            return gram(rows[0], *blocks(rows.shape[2], self.largest, even))
+        return rows.mT @ rows
 
     def _blocks(self, state: KroneckerState, record: LayerStatistics) -> dict[str, Tensor]:
         """This batch's Fisher matrix of each parameter outside the layers, dense or as a diagonal."""
@@ -232,6 +255,7 @@ class AbstractKronecker(LayerMeans[T]):
                 f"{type(self).__name__} has observed no inner step yet, so there is nothing to invert. Run an inner"
                 " step first, or pass inner_data."
             )
+        state = self.awake(state)
         shift = ridge.value
         if tape.tape() is not None and not isinstance(shift, float):
             raise tape.NotRepeatable("the ridge is not a single number")
@@ -330,12 +354,31 @@ class AbstractKronecker(LayerMeans[T]):
         """
         size, factors, bases, blocks = self._numbers(theta)
         vectors = (3 + 2 * self.moments) * theta.numel
-        return size * (2 * sum(factors) + sum(bases) + max(factors, default=0) + 3 * blocks + vectors)
+        kept = 0 if self.basis_dtype is None else self.basis_dtype.itemsize * sum(bases)  # beside those in all digits
+        return kept + size * (2 * sum(factors) + sum(bases) + max(factors, default=0) + 3 * blocks + vectors)
 
     def kept(self, theta: Variable) -> int:
         """What stays while inner steps are taken: factors, eigenvectors, blocks, moments and the last x."""
         size, factors, bases, blocks = self._numbers(theta)
-        return size * (sum(factors) + sum(bases) + blocks + (1 + self.moments) * theta.numel)
+        if self.offload and theta.device.type != "cpu":
+            return size * (blocks + theta.numel)
+        digits = size if self.basis_dtype is None else self.basis_dtype.itemsize
+        return size * (sum(factors) + blocks + (1 + self.moments) * theta.numel) + digits * sum(bases)
+
+    def saved(self, theta: Variable, layers: Collection[str]) -> tuple[int, int]:
+        """The bytes of input factors, and of what `kept` counts of them, of layers whose inputs are those of others."""
+        size = (self.dtype or torch.promote_types(theta.dtype, torch.float32)).itemsize
+        factors = bases = 0
+        for names, layer in layer_shapes(theta).items():
+            if names[0] in layers:
+                wide, width = blocks(layer[2], self.largest, even=False) if layer[0] == 1 else (layer[0], layer[2])
+                factors += wide * width**2
+                bases += wide * width**2 if split(layer, self.largest) == layer else 0  # those of blocks are repeated
+        if self.offload and theta.device.type != "cpu":
+            return size * (2 * factors + bases), 0
+        digits = size if self.basis_dtype is None else self.basis_dtype.itemsize
+        beside = 0 if self.basis_dtype is None else digits * bases
+        return size * (2 * factors + bases) + beside, size * factors + digits * bases
 
     def _numbers(self, theta: Variable) -> tuple[int, list[int], list[int], int]:
         """The bytes of a number, and the numbers in the factors and eigenvectors of each layer and in all blocks."""

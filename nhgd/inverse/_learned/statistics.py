@@ -48,16 +48,41 @@ def step_of_mean(mass: M, beta: float | None, samples: int) -> tuple[M, M]:
 
 
 def merge(means: dict[str, Tensor], batch: dict[str, Tensor], rate: float | Tensor) -> dict[str, Tensor]:
-    """Running means moved towards a batch, as new tensors. A value missing from one of the two counts as zero."""
+    """Running means moved towards a batch, as new tensors. A value missing from one of the two counts as zero.
+
+    Names that share one tensor, of the means as of the batch, go on sharing one.
+    """
     both = [n for n in means if n in batch]
+    if not isinstance(rate, Tensor):
+        means = _tied(means, batch, both)
+    pairs: dict[tuple[int, int], str] = {}
+    leader = {n: pairs.setdefault((id(means[n]), id(batch[n])), n) for n in both}
+    chosen = list(pairs.values())
     # One call for all of them: on a GPU the launches of many small ones take longer than the work.
     if isinstance(rate, Tensor):
-        moved = [means[n].lerp(batch[n], rate.to(means[n].dtype)) for n in both]
+        moved = [means[n].lerp(batch[n], rate.to(means[n].dtype)) for n in chosen]
     else:
-        moved = list(torch._foreach_lerp([means[n] for n in both], [batch[n] for n in both], rate)) if both else []
-    lerped = dict(zip(both, moved, strict=True))
-    found = {n: lerped[n] if n in lerped else mean * (1 - rate) for n, mean in means.items()}
-    return found | {n: value * rate for n, value in batch.items() if n not in means}
+        moved = list(torch._foreach_lerp([means[n] for n in chosen], [batch[n] for n in chosen], rate)) if both else []
+    lerped = dict(zip(chosen, moved, strict=True))
+    known: dict[int, Tensor] = {}
+
+    def times(value: Tensor, factor: float | Tensor) -> Tensor:
+        return known.setdefault(id(value), value * factor) if id(value) not in known else known[id(value)]
+
+    found = {n: lerped[leader[n]] if n in leader else times(mean, 1 - rate) for n, mean in means.items()}
+    known.clear()
+    return found | {n: times(value, rate) for n, value in batch.items() if n not in means}
+
+
+def _tied(means: dict[str, Tensor], batch: dict[str, Tensor], both: list[str]) -> dict[str, Tensor]:
+    """The means, with one tensor for equal ones of names that share theirs in the batch, as after a resume."""
+    first: dict[int, str] = {}
+    found = means
+    for n in both:
+        one = first.setdefault(id(batch[n]), n)
+        if found[one] is not found[n] and torch.equal(found[one], found[n]):
+            found = found | {n: found[one]}
+    return found
 
 
 def check_invertible(owner: str, name: str, diagonal: Tensor) -> None:
