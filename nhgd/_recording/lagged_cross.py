@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nhgd import _tape as tape
 from nhgd._recording.weighing import CrossTap, Weighing
+from nhgd.losses import unpadded
 from nhgd.objective import Objective, OracleCalls
 
 PART = 3  # lagged products that cost as much as one: each takes one of the three products of a gradient with a layer
@@ -75,10 +76,14 @@ class LaggedCross:
         for _, _, work in pending:
             work.join()
         leaves = self.weighing.problem.v.leaves
-        indices = [_index_of(weights, leaves[0]) for weights, _, _ in pending] if len(leaves) == 1 else [None]
+        own = [unpadded(weights) for weights, _, _ in pending]
+        indices = [_index_of(weights, leaves[0]) for weights, _ in own] if len(leaves) == 1 else [None]
         known = [index for index in indices if index is not None]
         if pending and len(known) == len(pending):
-            along = [p.to(w.dtype) / w.shape[0] for w, p, _ in pending]
+            along = [
+                p.to(w.dtype) / w.shape[0] if share is None else p.to(w.dtype) * share / w.shape[0]
+                for (w, p, _), (_, share) in zip(pending, own, strict=True)
+            ]
             self._total[0].index_put_((torch.cat(known),), torch.cat(along), accumulate=True)
             return
         for weights, products, _ in pending:

@@ -21,6 +21,8 @@ from nhgd.inverse._learned.matrix_products import matrix_solver
 from nhgd.inverse._learned.statistics import check_invertible
 from nhgd.record import LayerRecord, LayerStatistics, Pool, pool_of
 
+PRODUCTS = 32  # in captured steps, in place of a decomposition on a GPU
+WIDE = 128  # rows: a GPU decomposes smaller factors in about the time of these products
 KFACSolver = Literal["eigen", "cholesky", "products"]
 
 
@@ -163,6 +165,8 @@ class KFAC(AbstractKronecker[KroneckerState]):
     def _layer_solver(self, state: KroneckerState, layer: str, extra: float) -> Solver:
         if self.solver == "eigen":
             kept = state.bases.get(layer)
+            if kept is None and extra > 0 and self._is_wide_on_a_gpu(state, layer):
+                return matrix_solver(*state.factors(layer), extra, max(self.iterations, PRODUCTS))
             basis = tape.eager(lambda: decomposed(state, layer)) if kept is None else Basis(**kept)
             saves = self.effort is not None and not self.effort.in_full(state.observed)
             if kept is not None and saves and extra > 0:
@@ -173,6 +177,11 @@ class KFAC(AbstractKronecker[KroneckerState]):
         if self.solver == "products":
             return self._product_solver(state, layer, extra, extra > 0)
         return self._factored_solver(layer, *state.factors(layer), extra)
+
+    def _is_wide_on_a_gpu(self, state: KroneckerState, layer: str) -> bool:
+        """Whether a decomposition in each solve would keep a captured step waiting for longer than products do."""
+        a, g = state.blocks_of(layer)
+        return tape.repeatable() and a.is_cuda and max(a.shape[1], g.shape[1]) >= WIDE
 
     def _uneven_solver(self, state: KroneckerState, layer: str, ridge: LayerRidge, notes: dict[str, Any]) -> Solver:
         if self.solver == "products":
