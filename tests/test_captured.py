@@ -95,7 +95,9 @@ def assert_same(found, wanted, but=(), exact=False):
     else:
         torch.testing.assert_close(found.v, wanted.v, rtol=1e-10, atol=1e-12)
         for one, other in zip(rows(found, but), rows(wanted, but), strict=True):
-            assert one == {k: pytest.approx(v, rel=1e-8, abs=1e-12) if type(v) is float else v for k, v in other.items()}
+            assert one == {
+                k: pytest.approx(v, rel=1e-8, abs=1e-12) if type(v) is float else v for k, v in other.items()
+            }
     assert [list(row) for row in found.history] == [list(row) for row in wanted.history]
 
 

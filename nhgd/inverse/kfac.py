@@ -78,7 +78,8 @@ class KFAC(AbstractKronecker[KroneckerState]):
             A (x) G + d I, with d = 2 l2 + damping and pi^2 = (tr A / dim A) / (tr G / dim G). It needs no
             eigendecomposition, and its ridge is not exact. "products": conjugate gradients on matrices,
             X -> G X A + R * X, with the current factors. It decomposes nothing, so it never makes a GPU wait, and a
-            captured step is one piece. Its error falls with `iterations`, the faster the larger the damping is.
+            captured step is one piece. Its error falls with `iterations`, the faster the larger the damping is. Captured runs
+            on a GPU solve so too, with at least 32 iterations, where "eigen" would decompose a wide factor in each solve.
         iterations: of solver="products", at most.
 
         split: the rows of the largest factor that is kept whole; None: all are. A larger one is replaced by blocks on its

@@ -138,7 +138,9 @@ class Mover:
         variable = self.variable
         if self._counts_in_double and not self.optimizer.state:
             before = torch.get_default_dtype()
-            torch.set_default_dtype(torch.float64)  # which counters are made in: 1 - 0.999^k would be rounded to four digits
+            torch.set_default_dtype(
+                torch.float64
+            )  # which counters are made in: 1 - 0.999^k would be rounded to four digits
             try:
                 self.optimizer.step()
             finally:
