@@ -102,8 +102,8 @@ class NotRepeatable(Exception):
 class BatchSource(Protocol):
     """Something that gathers batches by the indices of their samples."""
 
-    def next_index(self) -> Tensor:
-        """The sample indices of the next batch."""
+    def drawing(self) -> Callable[[], Tensor]:
+        """How the index of the next batch is drawn."""
 
     def gathered(self, index: Tensor) -> Any:
         """The batch of these samples."""

@@ -99,6 +99,24 @@ class Losses:
             )
 
 
+def padded(losses: Losses, share: Tensor) -> Losses:
+    """The losses of a batch that is filled up, with the share of each sample in its weight."""
+    if not losses.per_sample:
+        raise InputError("A batch can be filled up only if there is one loss for each of its samples.")
+    share = share.to(losses.values.dtype)
+    if losses.weights is None:
+        return replace(losses, weights=share)
+    weights = losses.weights * share
+    weights.unpadded = losses.weights, share  # type: ignore[attr-defined]  # for the function below
+    return replace(losses, weights=weights)
+
+
+def unpadded(weights: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The weights that the inner function gave, and the share that they were multiplied by, if they were."""
+    found: tuple[Tensor, Tensor | None] = getattr(weights, "unpadded", (weights, None))
+    return found
+
+
 def score_weights(log_probability: Tensor) -> Tensor:
     """Weights of 1 whose derivative in v is the score, for inner data that are drawn from a distribution with v in it.
 

@@ -21,6 +21,7 @@ from nhgd._randomness import set_states, states
 from nhgd._surroundings import library_settings
 from nhgd._turned import turned
 from nhgd.data.batch import Batch, common_length
+from nhgd.data.padding import Padded
 from nhgd.errors import InputError
 from nhgd.losses import Losses
 from nhgd.problem import Bilevel
@@ -195,7 +196,7 @@ class Objective:
 
     def total(self, samples: int | None) -> int | None:
         """The samples of the batch, from those here."""
-        return samples
+        return self.batch.samples if isinstance(self.batch, Padded) else samples
 
     def summed(self, terms: Sequence[Tensor], in_v: Sequence[Tensor] = ()) -> list[Tensor]:
         """Answers on the batch, from the terms found here. Few entries of those in v may differ from zero."""
@@ -266,6 +267,8 @@ class Objective:
         if calls is not None:
             calls.inner_gradients += passes
             calls.samples += (self.samples or 1) * passes
+            if isinstance(self.batch, Padded):
+                self.batch.passes += passes
 
     def step(self, tap: Tap = NO_TAP, calls: OracleCalls | None = None) -> InnerStep:
         """The gradient of an inner step, with the result of a tap: buffers are updated, and the user's hooks run.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nhgd import _tape as tape
 from nhgd.data.batch import Batch
+from nhgd.data.padding import Padded
 from nhgd.errors import InputError
 from nhgd.objective import Objective, OracleCalls, OuterObjective
 from nhgd.problem import Bilevel
@@ -89,6 +90,8 @@ class Oracle:
         """The part of each inner batch in the whole, by samples."""
         if len(self.objectives) == 1:
             return [1.0]
+        if tape.tape() is not None and any(isinstance(objective.batch, Padded) for objective in self.objectives):
+            raise tape.NotRepeatable("batches that are filled up are weighted by their sizes")
         if any(objective.samples is None for objective in self.objectives):
             found = self.problem.sizes([objective.batch for objective in self.objectives])
             for objective, samples in zip(self.objectives, found, strict=True):

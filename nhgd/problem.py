@@ -27,10 +27,11 @@ from nhgd._surroundings import user_settings
 from nhgd._tree import map_tensors
 from nhgd._validation import shown, validated_but
 from nhgd.data.batch import Batch, common_length, first_bad, lengths
+from nhgd.data.padding import Padded
 from nhgd.errors import InputError
 from nhgd.likelihood import AbstractLikelihood
 from nhgd.likelihood import resolve as resolve_likelihood
-from nhgd.losses import InnerResult, Losses, as_losses, uneven
+from nhgd.losses import InnerResult, Losses, as_losses, padded, uneven
 from nhgd.schedule import Learnt
 from nhgd.variable import Given, Variable
 
@@ -110,7 +111,8 @@ class Bilevel:
                 if len(set(found.values())) > 1:
                     raise InputError(uneven(found)) from error
                 raise
-        return as_losses(result, batch)
+        losses = as_losses(result, batch)
+        return padded(losses, batch.share) if isinstance(batch, Padded) else losses
 
     def outer_value(
         self, batch: Batch, theta: Sequence[Tensor] | None = None, v: Sequence[Tensor] | None = None
@@ -284,7 +286,8 @@ class Bilevel:
         samples = common_length(batch)
         if self.theta.numel <= LARGE or samples is None or samples <= 2 * count:
             return None
-        few: Batch = map_tensors(lambda t: t[:count] if t.ndim else t, batch)
+        given = tuple(batch) if isinstance(batch, Padded) else batch  # whose first samples count
+        few: Batch = map_tensors(lambda t: t[:count] if t.ndim else t, given)
         return few
 
     @contextmanager

@@ -87,9 +87,17 @@ def rows(solution, but=()):
     return [{k: v for k, v in row.items() if k not in (*CLOCKED, *but)} for row in solution.history]
 
 
-def assert_same(found, wanted, but=()):
-    assert torch.equal(found.v, wanted.v)
-    assert rows(found, but) == rows(wanted, but)
+def assert_same(found, wanted, but=(), exact=False):
+    """In every bit, or to rounding, where the last batch of a pass is shorter: captured steps fill it up."""
+    if exact:
+        assert torch.equal(found.v, wanted.v)
+        assert rows(found, but) == rows(wanted, but)
+    else:
+        torch.testing.assert_close(found.v, wanted.v, rtol=1e-10, atol=1e-12)
+        for one, other in zip(rows(found, but), rows(wanted, but), strict=True):
+            assert one == {
+                k: pytest.approx(v, rel=1e-8, abs=1e-12) if type(v) is float else v for k, v in other.items()
+            }
     assert [list(row) for row in found.history] == [list(row) for row in wanted.history]
 
 
@@ -110,7 +118,7 @@ def test_repeated_steps_are_the_steps_themselves(recorded, plain_first, name):
     found = run(METHODS[name], steps=30)
     assert_repeated(found)
     plain_first()
-    assert_same(found, run(METHODS[name], steps=30))
+    assert_same(found, run(METHODS[name], steps=30), exact=True)
 
 
 @pytest.mark.filterwarnings("ignore::nhgd.InverseWarning", "ignore::nhgd._stagnation.StagnationWarning")

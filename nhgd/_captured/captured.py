@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nhgd import _tape as tape
 from nhgd._captured.comparison import close, copy_into, counter_increments
+from nhgd._captured.filling import can_fill
 from nhgd._captured.graph import AbstractCapture, CudaCapture
 from nhgd._captured.operations import OperationCapture
 from nhgd._captured.placeholders import StepValues
@@ -26,6 +27,7 @@ from nhgd._captured.steps import CapturedStep, PendingStep, StepResult
 from nhgd._surroundings import library_settings
 from nhgd.algorithm import AbstractAlgorithm, Loop, StepInfo
 from nhgd.checkpoint import Progress
+from nhgd.data.padding import Padded
 from nhgd.errors import InputError, NhgdError
 from nhgd.inverse._learned.periods import Periodic
 from nhgd.inverse.capabilities import follows_horizon
@@ -36,7 +38,7 @@ STEPS_PER_CALL = 64  # replayed before the caller regains control
 MAX_GRAPHS = 128  # captured steps that are kept, one for each signature
 GRAPHS_AT_ONCE = 16  # beyond these, a signature must occur twice before its step is captured
 COMPARISONS = 2  # with an eager step before a captured one is replayed ...
-FULLY_COMPARED = 4  # ... for so many captured steps; one comparison for each of the others
+FULLY_COMPARED = 2  # ... for so many captured steps; one comparison for each of the others
 RECOMPARE_AFTER = 1000  # replays
 MAX_FORM_CHANGES = 12  # outer steps in a row that could not be captured because the states changed their form
 
@@ -83,6 +85,7 @@ class Captured:
         self._next: CapturedStep | None = None  # that `ready` found
         self._met: dict[Hashable, int] = {}
         self._draws: tuple[int, int] | None = None  # batches of a step, inner and outer
+        self._loop: Loop | None = None
 
     # -- report ----------------------------------------------------------------------------------------------------------------
 
@@ -105,6 +108,8 @@ class Captured:
         """Run all further steps eagerly."""
         if self.reason is None:
             self.reason = reason
+            if self._loop is not None:
+                self._loop.inner.pads = False
             if self.mode == "graph":
                 warnings.warn(f"compile='graph': {self._why()}", CompileWarning, stacklevel=2)
         self._discard()
@@ -143,6 +148,9 @@ class Captured:
                     loop.v.prepare(False)
             if why is not None:
                 self.give_up(why)
+            else:
+                self._loop = loop
+                loop.inner.pads = can_fill(algorithm, loop)
 
     def check_environment(self) -> None:
         """Before a step: notice tensors that the caller has moved, and autocast."""
@@ -247,7 +255,8 @@ class Captured:
             learnt = learner.signature(clock.total, steps, loop.executor.keep().observed)
         horizon = getattr(progress.state, "horizon", None) if follows_horizon(loop.inverse) else None
         measured = horizon.signature(clock.k, steps) if isinstance(horizon, Horizon) else None
-        return loop.inner.sizes(self._draws[0]), loop.outer.sizes(self._draws[1]), learnt, measured
+        sizes = self._draws[0] if loop.inner.pads else loop.inner.sizes(self._draws[0])
+        return sizes, loop.outer.sizes(self._draws[1]), learnt, measured
 
     # -- capturing -------------------------------------------------------------------------------------------------------------
 
@@ -299,13 +308,17 @@ class Captured:
         after = [t.clone() for t in static.tensors()]
         if graph is None:
             grown = {name: value - calls[name] for name, value in vars(loop.calls).items()}
+            drawn = [batch for stream, batch in rehearsal.batches if stream is loop.inner]
+            filled = [batch for batch in drawn if isinstance(batch, Padded)]
+            grown["samples"] += sum(batch.passes * (len(batch.share) - batch.samples) for batch in filled)
+            passes = tuple(batch.passes for batch in filled)
             try:
                 increments = counter_increments(static, counters, owners)
                 script = self._capture(algorithm, progress, rehearsal, before, after, restore)
             except tape.NotRepeatable as error:
                 self.give_up(str(error))
                 return found
-            graph = self._graphs[key] = CapturedStep(script, grown, increments)
+            graph = self._graphs[key] = CapturedStep(script, grown, increments, passes=passes)
         self._compare(graph, static, rehearsal, before, after)
         return found
 

@@ -25,6 +25,7 @@ class Rehearsal(Tape):
         uploads, indices, results: numbers and indices sent to the device, and results of eager sections.
         readings, deferred, host_values, ends: what the host reads and does later.
         draws: the number of batches drawn from each stream.
+        batches: their stream, and what was drawn.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,6 +40,7 @@ class Rehearsal(Tape):
         self.host_values: list[Any] = []
         self.ends: list[Callable[[], None]] = []
         self.draws: dict[int, int] = {}
+        self.batches: list[tuple[BatchSource, Any]] = []
         self.early: list[
             tuple[int, BatchSource]
         ] = []  # batches drawn before any eager section, by the number of their index
@@ -86,7 +88,9 @@ class Rehearsal(Tape):
         self.draws[id(stream)] = self.draws.get(id(stream), 0) + 1
         if "eager" not in self.kinds:
             self.early.append((len(self.indices), stream))
-        return stream.gathered(self.index(stream.next_index))
+        batch = stream.gathered(self.index(stream.drawing()))
+        self.batches.append((stream, batch))
+        return batch
 
     @override
     def overlapped(self, kept: tuple[Tensor, ...]) -> AbstractContextManager[Overlap]:

@@ -53,18 +53,26 @@ class Replay:
         while len(self._starts) <= row:
             self._starts.append([t.clone() for t in static.point()])
         torch._foreach_copy_(self._starts[row], static.point())
-        calls = dict(vars(loop.calls))
+        calls, grown = dict(vars(loop.calls)), self._grown(graph)
         host_values = graph.script.play(row)
         graph.since += 1
-        for name, grown in graph.calls.items():
-            setattr(loop.calls, name, calls[name] + grown)
+        vars(loop.calls).update({name: calls[name] + more for name, more in grown.items()})
         static.count(graph.counters)
         loop.clock.k += 1
         done = None
         if loop.problem.theta.device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-        return PendingStep(graph, row, loop.clock.k, calls, host_values, done)
+        return PendingStep(graph, row, loop.clock.k, calls, grown, host_values, done)
+
+    def _grown(self, graph: CapturedStep) -> dict[str, int]:
+        """How many derivatives the next step takes; the samples of shorter batches are fewer."""
+        if not graph.passes:
+            return graph.calls
+        stream = self._progress.loop.inner
+        sizes = stream.sizes(len(graph.passes))
+        missing = sum(times * (stream.source.batch - size) for times, size in zip(graph.passes, sizes, strict=True))
+        return graph.calls | {"samples": graph.calls["samples"] - missing}
 
     def read(self, step: PendingStep, following: PendingStep | None) -> StepResult:
         """Wait for the numbers of a step and write its row of the history, while the steps behind it run on."""
@@ -78,7 +86,7 @@ class Replay:
         self.refusals += values.refusals
         ahead = loop.clock.k, dict(vars(loop.calls))
         loop.clock.k = step.step
-        vars(loop.calls).update({name: step.calls[name] + grown for name, grown in step.graph.calls.items()})
+        vars(loop.calls).update({name: step.calls[name] + more for name, more in step.grown.items()})
         moment = time.perf_counter()
         self._seconds_per_step = seconds = max(moment - self._last_read, 1e-6)
         self._last_read = moment
@@ -111,7 +119,9 @@ class Replay:
         script = step.graph.script
         for stream, place in script.batches:
             if stream is loop.inner:
-                loop.recent.append(loop.inner.gathered(script.arena.index(step.row, place)))
+                index = script.arena.index(step.row, place)
+                most = loop.inner.source.batch
+                loop.recent.append(loop.inner.gathered(index[: int(index[-1])] if len(index) > most else index))
 
 
 class StepFailed(Exception):

@@ -107,7 +107,7 @@ class Script(Tape):
     def batch(self, stream: BatchSource) -> Any:
         """The batch; gathered at the start of the step if its samples are known there."""
         number = self._index_count
-        index = self.index(stream.next_index)
+        index = self.index(stream.drawing())
         if number not in self._early:
             return stream.gathered(index)
         found, work = self._early[number]

@@ -24,6 +24,7 @@ class CapturedStep:
         comparisons: how often its result was compared with that of an eager step.
         exact: whether the results were equal in every bit.
         since: replays since the last comparison.
+        passes: how many gradients are taken of each inner batch, if shorter ones are filled up.
     """
 
     script: Script
@@ -32,6 +33,7 @@ class CapturedStep:
     comparisons: int = 0
     exact: bool = True
     since: int = 0
+    passes: tuple[int, ...] = ()
 
 
 @dataclass
@@ -42,6 +44,7 @@ class PendingStep:
     row: int
     step: int
     calls: dict[str, int]
+    grown: dict[str, int]
     host_values: list[Any]
     done: Any = None  # event
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nhgd import _tape as tape
 from nhgd._recording.weighing import CrossTap, Weighing
+from nhgd.losses import unpadded
 from nhgd.objective import Objective, OracleCalls
 
 PART = 3  # lagged products that cost as much as one: each takes one of the three products of a gradient with a layer
@@ -73,10 +74,14 @@ class LaggedCross:
         pending, self._pending = self._pending, []
         for _, _, work in pending:
             work.join()
-        indices = [self.weighing.index_of(weights) for weights, _, _ in pending]
+        own = [unpadded(weights) for weights, _, _ in pending]
+        indices = [self.weighing.index_of(weights) for weights, _ in own]
         known = [index for index in indices if index is not None]
         if pending and len(known) == len(pending):
-            along = [p.to(w.dtype) / w.shape[0] for w, p, _ in pending]
+            along = [
+                p.to(w.dtype) / w.shape[0] if share is None else p.to(w.dtype) * share / w.shape[0]
+                for (w, p, _), (_, share) in zip(pending, own, strict=True)
+            ]
             self._total[0].index_put_((torch.cat(known),), torch.cat(along), accumulate=True)
             return
         for weights, products, _ in pending:

@@ -14,6 +14,7 @@ from nhgd._randomness import generators, set_generators
 from nhgd._tree import tensors
 from nhgd.data.batch import Batch, fingerprint, move
 from nhgd.data.loader import Data, Walk, gathered_rows, reiterable
+from nhgd.data.padding import Padded
 from nhgd.errors import InputError
 
 
@@ -43,6 +44,7 @@ class BatchStream:
         self._last: Batch = None
         self._walk: Iterator[Batch] | None = None
         self._taken = 0
+        self.pads = False  # whether shorter batches of `Data` are filled up
         self._start: dict[str, Any] | None = None
         self._before: dict[str, Any] | None = None
 
@@ -94,7 +96,7 @@ class BatchStream:
                 tape.effect(lambda: self._advance(next))
                 return self.constant
             return noting.batch(self)
-        return self._advance(next)
+        return self.gathered(self.next_padded()) if self.pads else self._advance(next)
 
     def next_index(self) -> Tensor:
         """The sample indices of the next batch, for a source that is `Data`."""
@@ -106,9 +108,27 @@ class BatchStream:
         found: _Drawn = self._advance(drawn)
         return found.samples
 
-    def gathered(self, index: Tensor) -> Batch:
-        """The batch of some samples of `Data`."""
+    def next_padded(self) -> Tensor:
+        """The same for a batch that is filled up with a sample of its own, and in the last place how many count."""
+        samples = self.next_index()
         assert isinstance(self.source, Data)
+        filled = samples.new_empty(self.source.batch + 1)
+        filled[: len(samples)] = samples
+        filled[len(samples) :] = samples[0]
+        filled[-1] = len(samples)
+        return filled
+
+    def drawing(self) -> Callable[[], Tensor]:
+        """What a tape notes of the next batch: how its index is drawn."""
+        return self.next_padded if self.pads else self.next_index
+
+    def gathered(self, index: Tensor) -> Batch:
+        """The batch of some samples of `Data`, filled up if the index is."""
+        assert isinstance(self.source, Data)
+        if len(index) > self.source.batch:
+            last = self._last
+            samples = len(last.samples) if isinstance(last, _Drawn) else self.source.batch
+            return Padded.of(self.gathered(index[:-1]), index[-1], samples)
         at = {device: index.to(device) for device in {t.device for t in self.source.columns}}
         columns = [gathered_rows(t, at[t.device]) for t in self.source.tensors]
         return (*columns, at[self.source.columns[-1].device])  # the index of a sample is itself

@@ -25,6 +25,8 @@ from nhgd.inverse._learned.together import Stack
 from nhgd.record import LayerRecord, LayerStatistics, Pool, pool_of
 from nhgd.ridge import Ridge
 
+PRODUCTS = 32  # in captured steps, in place of a decomposition on a GPU
+WIDE = 128  # rows: a GPU decomposes smaller factors in about the time of these products
 KFACSolver = Literal["eigen", "cholesky", "products"]
 
 
@@ -80,7 +82,8 @@ class KFAC(AbstractKronecker[KroneckerState]):
             A (x) G + d I, with d = 2 l2 + damping and pi^2 = (tr A / dim A) / (tr G / dim G). It needs no
             eigendecomposition, and its ridge is not exact. "products": conjugate gradients on matrices,
             X -> G X A + R * X, with the current factors. It decomposes nothing, so it never makes a GPU wait, and a
-            captured step is one piece. Its error falls with `iterations`, the faster the larger the damping is.
+            captured step is one piece. Its error falls with `iterations`, the faster the larger the damping is. Captured runs
+            on a GPU solve so too, with at least 32 iterations, where "eigen" would decompose a wide factor in each solve.
         iterations: of solver="products", at most.
 
         split: the rows of the largest factor that is kept whole; None: all are. A larger one is replaced by blocks on its
@@ -209,6 +212,8 @@ class KFAC(AbstractKronecker[KroneckerState]):
     def _layer_solver(self, state: KroneckerState, layer: str, extra: float) -> Solver:
         if self.solver == "eigen":
             kept = state.bases.get(layer)
+            if kept is None and extra > 0 and self._is_wide_on_a_gpu(state, layer):
+                return matrix_solver(*state.factors(layer), extra, max(self.iterations, PRODUCTS))
             basis = tape.eager(lambda: decomposed(state, layer)) if kept is None else Basis(**kept)
             saves = self.effort is not None and not self.effort.in_full(state.observed)
             if kept is not None and self.kept_dtype is not None and extra > 0:
@@ -223,6 +228,11 @@ class KFAC(AbstractKronecker[KroneckerState]):
         if self.solver == "products":
             return self._product_solver(state, layer, extra, extra > 0)
         return self._factored_solver(layer, *state.factors(layer), extra)
+
+    def _is_wide_on_a_gpu(self, state: KroneckerState, layer: str) -> bool:
+        """Whether a decomposition in each solve would keep a captured step waiting for longer than products do."""
+        a, g = state.blocks_of(layer)
+        return tape.repeatable() and a.is_cuda and max(a.shape[1], g.shape[1]) >= WIDE
 
     def _uneven_solver(self, state: KroneckerState, layer: str, ridge: LayerRidge, notes: dict[str, Any]) -> Solver:
         if self.solver == "products":

@@ -159,6 +159,8 @@ class Horizon:
             cosine = torch.where(size > 0, dot(x, self.adjoint) / size, self.cosine)
             self.cosine = self.cosine.lerp(cosine, 1 - MEMORY)
         self.adjoint = x
+        if self.correction is None and tape.repeatable():  # so that captured steps have one form
+            self.correction = torch.zeros_like(x)
         if self.determined:
             return
         if self.average is None:
@@ -207,7 +209,7 @@ class Horizon:
     def corrected(self, x: Tensor, u: Tensor) -> Tensor:
         """The learnt inverse's x for u, or u where no matrix is better, with the scale and the correction that are known."""
         x = u if self.plain else x
-        x = x if self.scale == 1.0 else x * tape.on_device(tape.number(lambda: self.scale))
+        x = x if self.scale == 1.0 and not tape.repeatable() else x * tape.on_device(tape.number(lambda: self.scale))
         if self.correction is not None:
             self.correction = self.correction * tape.on_device(tape.number(lambda: max(self.rho, 0.0)))
             x = x + self.correction
@@ -317,8 +319,8 @@ class Horizon:
 
     def signature(self, step: int, inner_steps: int) -> tuple[Any, ...]:
         """What decides which work an outer step does here, numbers aside."""
-        known = self.scale == 1.0, self.correction is None, self.adjoint is None, self.suspect, self.plain
-        return (self.due(step, inner_steps) and (2 if self.persists else 1), *known)
+        known = self.correction is None, self.adjoint is None, self.plain
+        return (self.due(step, inner_steps) and (self.persists, self.compares), *known)
 
     def warning_for(self, loss: float) -> str | None:
         """Why the hypergradient is not to be trusted, in a sentence with the remedy; None where nothing speaks

@@ -27,6 +27,7 @@ class Mover:
     ) -> None:
         self.variable = variable
         self._travelled = 0.0
+        self._counts_in_double = False
         leaves = list(variable.moved)
         self._is_own = not isinstance(optimizer, Optimizer)  # made here, for this run alone
         self.schedule: Schedule | None = None if rate is None else as_schedule(rate, f"{level}_lr")
@@ -135,6 +136,16 @@ class Mover:
     def _step(self) -> None:
         """The optimiser's step; if parameters are divided over ranks, each moves its own part and gathers the others'."""
         variable = self.variable
+        if self._counts_in_double and not self.optimizer.state:
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(
+                torch.float64
+            )  # which counters are made in: 1 - 0.999^k would be rounded to four digits
+            try:
+                self.optimizer.step()
+            finally:
+                torch.set_default_dtype(before)
+            return
         if variable.shards is None:
             self.optimizer.step()
             return
@@ -156,7 +167,7 @@ class Mover:
             self._take_sgd_step(rate)
         else:
             for group in groups:
-                group["lr"] = rate.float() if isinstance(rate, Tensor) else lr
+                group["lr"] = rate if isinstance(rate, Tensor) else lr
             self.optimizer.step()
         for group in groups:  # no other code may see the number of this step
             group["lr"] = float(lr)
@@ -192,6 +203,7 @@ class Mover:
             for group in self.optimizer.param_groups:
                 if "capturable" in group:
                     group["capturable"] = wanted or given
+                    self._counts_in_double = wanted and not given
 
     def refusal(self) -> str | None:
         """Why steps of this optimiser cannot be captured, as a clause; None if they can."""
