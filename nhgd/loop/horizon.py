@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nhgd import _tape as tape
+from nhgd.loop.gain import Gain
 from nhgd.oracle import Oracle
 
 MEMORY = 0.8  # of the running mean of cosines, for each outer step
@@ -110,6 +111,7 @@ class Horizon:
 
     cosine: Tensor
     halves: Tensor
+    gain: Gain
     warm: bool = True
     determined: bool = True
     adjoint: Tensor | None = None
@@ -130,12 +132,19 @@ class Horizon:
     @classmethod
     def start(cls, device: torch.device, warm: bool = True, determined: bool = True) -> Horizon:
         """The horizon before the first outer step, for a run whose theta is warm-started, or is not."""
-        zeros = torch.zeros(3, dtype=torch.float64, device=device)
-        return cls(zeros[0].clone(), zeros[1:].clone(), warm=warm, determined=determined)
+        zeros = torch.zeros(6, dtype=torch.float64, device=device)
+        gain = Gain(zeros[3:].clone())
+        return cls(zeros[0].clone(), zeros[1:3].clone(), gain, warm=warm, determined=determined)
 
     @property
     def horizon_loops(self) -> float:
         """m: the number of inner loops that a change of v persists for; one without warm starts."""
+        loops = self._persistence
+        return loops if loops <= 1 else max(1.0, loops / self.gain.caution)
+
+    @property
+    def _persistence(self) -> float:
+        """m before it is divided by the caution."""
         if not self.warm:
             return 1.0
         rho = min(max(self.rho, -0.9), 1 - 1e-12)
@@ -178,9 +187,10 @@ class Horizon:
         return min(max(self.rho, 0.0), STEADY)
 
     def read(self, step: int) -> None:
-        """The mean cosine, every few outer steps alone."""
+        """The running means, every few outer steps alone."""
         if step < EVERY or step % EVERY == EVERY - 1:
-            self.rho = float(self.cosine)
+            self.rho, *means = torch.cat([self.cosine.reshape(1), self.gain.means]).tolist()
+            self.gain.read(means, self._persistence)
 
     @property
     def persists(self) -> bool:

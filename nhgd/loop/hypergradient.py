@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from nhgd import _tape as tape
@@ -38,8 +39,9 @@ def hypergradient(
     cross: Callable[[Oracle], Product] | None = None,
     horizon: Horizon | None = None,
     halves: Sequence[Tensor] = (),
+    outer_batches: int = 1,
 ) -> OuterGradient:
-    """The hypergradient at the end of the inner loop, on these inner batches and the next outer one.
+    """The hypergradient at the end of the inner loop, on these inner batches and the next outer ones.
 
     Everything that does not need the curvature is computed before waiting for it.
 
@@ -49,10 +51,12 @@ def hypergradient(
         horizon: sets the damping of an inverse with damping="auto", and how far ahead of theta the outer gradients are
             taken.
         halves: theta at the start and in the middle of the inner loop, for the horizon; nothing is taken ahead without.
+        outer_batches: over how many outer batches the gradients of the outer loss are averaged.
     """
     executor = loop.executor
     waiting = isinstance(executor, SupportsOverlap) and executor.inner_loop_ended()
     at = loop.oracle(batches, loop.outer.next())
+    others = [loop.oracle([None], loop.outer.next()) for _ in range(outer_batches - 1)]
     horizon = horizon if follows_horizon(loop.inverse) else None
     if horizon is not None:
         known, ridge = horizon, at.ridge.positive
@@ -60,7 +64,7 @@ def hypergradient(
             tape.eager(lambda: None)  # the optimiser's moments must be complete here
         at.damp(tape.number(lambda: known.damping(loop.theta.travelled(), ridge)))
     try:
-        outer = _outer(loop, at, horizon, halves)
+        outer, value = _outer(loop, [at, *others], horizon, halves)
         along = None if cross is None else cross(at)
         if along is None and waiting:  # else the graph would only take memory
             at.prepare()
@@ -91,20 +95,35 @@ def hypergradient(
             "horizon": tape.host_value(lambda: known.horizon_loops),
         }
         horizon.observe(found.adjoint)
+        horizon.gain.observe(value, loop.problem.v.flatten(found.leaves), loop.problem.v.flat())
         tape.at_end(lambda: known.read(loop.clock.k))
         tape.defer(lambda value: loop.solve_warnings.warn(known.warning_for(value)), found.value)
     return OuterGradient(found, lag, notes)
 
 
-def _outer(loop: Loop, at: Oracle, horizon: Horizon | None, halves: Sequence[Tensor]) -> GradientsOfOuter:
-    """The outer loss here, and its gradients where theta is going."""
+def _outer(
+    loop: Loop, ats: Sequence[Oracle], horizon: Horizon | None, halves: Sequence[Tensor]
+) -> tuple[GradientsOfOuter, Tensor]:
+    """The outer loss here on the first batch and its mean gradients where theta is going, and its mean there."""
     if horizon is None or not halves:
-        return at.outer()
+        found = [at.outer() for at in ats]
+        mean = _mean(found)
+        return replace(mean, value=found[0].value), mean.value
     start, middle = halves
     here = loop.problem.theta.flat()
-    value = at.outer_loss()
+    value = ats[0].outer_loss()
     with loop.temporarily_at(here + horizon.ahead(middle - start, here - middle)):
-        return replace(at.outer(), value=value)
+        mean = _mean([at.outer() for at in ats])
+    return replace(mean, value=value), mean.value
+
+
+def _mean(found: Sequence[GradientsOfOuter]) -> GradientsOfOuter:
+    """The mean over outer batches."""
+    if len(found) == 1:
+        return found[0]
+    theta = torch.stack([one.theta for one in found]).mean(0)
+    in_v = [torch.stack(leaves).mean(0) for leaves in zip(*(one.v for one in found), strict=True)]
+    return GradientsOfOuter(torch.stack([one.value for one in found]).mean(), theta, in_v)
 
 
 def _adjusted(
