@@ -87,6 +87,9 @@ class NHGD(AbstractAlgorithm):
     "final" and "trajectory" then need no such graph either. The run's stats["cross"] report the result. The first outer step
     has no previous x: it uses its own, at the last theta over the same batches.
 
+    With damping="auto" both derivatives of f are means over several outer batches: one, and one more for every ten inner
+    steps, up to a pass over the outer data.
+
     Args:
         inverse: a learned one; None: K-FAC if theta has Linear or Conv2d layers, else the window, with fisher="auto".
         refine: preconditioned CG steps on top of it; 0 for none. The products run over `batches`.

@@ -50,7 +50,9 @@ class Horizon:
     rho is the running mean of the cosine between successive adjoints x. If x turns from one outer step to the next,
     because v changes the problem that the inner loop sees, m is about 1; as v settles, rho tends to 1, m grows without
     bound and the damping vanishes. (1 + rho) / (1 - rho) is the memory, in steps, of a first-order autoregressive
-    process; the power keeps m below it, because overestimating the horizon costs more than underestimating it.
+    process; the power keeps m below it, because overestimating the horizon costs more than underestimating it. x also
+    persists where theta is slow, so m is halved, to no less than 1, while the outer loss falls by far less than the
+    hypergradients predict (`Gain`).
 
     If v has more entries than the outer samples have labels, the outer loss does not determine v: a better response
     only overfits those samples sooner. Then m = max(1, (1 + rho) / (1 - rho) / 1000), that of unrolling until v has
@@ -97,6 +99,7 @@ class Horizon:
     Attributes:
         cosine: the running mean, on the device of x; `rho` is its last reading.
         halves: the running means of s_1.s_1 and s_1.s_2, there too.
+        gain: the fall of the outer loss beside its prediction.
         warm: whether theta is warm-started at each outer step.
         determined: whether the outer samples have at least as many labels as v has entries, or their number is unknown.
         adjoint: the last x.
