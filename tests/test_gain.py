@@ -79,13 +79,16 @@ def outer(net: nn.Module, v: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> t
     return F.cross_entropy(net(batch[0] * v.exp()), batch[1])
 
 
-def solver(inner_steps: int, batch: int | None, method: object = None, outer_data: object = None) -> nhgd.Solver:
+def solver(
+    inner_steps: int, batch: int | None, method: object = None, outer_data: object = None, samples: int = 42
+) -> nhgd.Solver:
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     x = torch.randn(42, 3, generator=generator, dtype=torch.float64)
     y = torch.randint(2, (42,), generator=generator)
     problem = nhgd.Bilevel(inner, outer, nn.Linear(3, 2).double(), torch.zeros(3, dtype=torch.float64), l2=1e-2)
-    data = nhgd.Data(x[12:], y[12:], batch=batch) if outer_data is None else outer_data(x[12:], y[12:])
+    x_outer, y_outer = x[12:samples], y[12:samples]
+    data = nhgd.Data(x_outer, y_outer, batch=batch) if outer_data is None else outer_data(x_outer, y_outer)
     chosen = NHGD(KFAC(overhead=None)) if method is None else method
     return nhgd.Solver(problem, nhgd.Data(x[:12], y[:12]), data, chosen, inner_steps=inner_steps, inner_lr=0.1)
 
@@ -129,3 +132,10 @@ def test_a_source_of_unknown_length_gives_a_tenth_too():
     made = solver(20, None, outer_data=Endless)
     made.step()
     assert made.solution().stats["oracle_calls"]["outer_gradients"] == 3
+
+
+@pytest.mark.parametrize(("samples", "count"), [(14, 1), (15, 3)])
+def test_outer_samples_that_do_not_determine_v_are_not_averaged(samples, count):
+    made = solver(20, 1, samples=samples)  # three outer variables
+    made.step()
+    assert made.solution().stats["oracle_calls"]["outer_gradients"] == count

@@ -87,8 +87,8 @@ class NHGD(AbstractAlgorithm):
     "final" and "trajectory" then need no such graph either. The run's stats["cross"] report the result. The first outer step
     has no previous x: it uses its own, at the last theta over the same batches.
 
-    With damping="auto" both derivatives of f are means over several outer batches: one, and one more for every ten inner
-    steps, up to a pass over the outer data.
+    With damping="auto" both derivatives of f are means over several outer batches, if the outer samples determine v: one, and
+    one more for every ten inner steps, up to a pass over the outer data.
 
     Args:
         inverse: a learned one; None: K-FAC if theta has Linear or Conv2d layers, else the window, with fisher="auto".
@@ -235,7 +235,7 @@ class NHGD(AbstractAlgorithm):
 
         # Products of the solve leave the graph of a gradient behind, from which a cross derivative is cheaper than a pass.
         own = way != "final" or (plain and isinstance(inverse, Learned))
-        count = 1 if state.horizon is None else outer_batches(loop, steps)
+        count = 1 if state.horizon is None else outer_batches(loop, state.horizon, steps)
         found, lag, noted = hypergradient(
             loop, batches, state.adjoint, cross if own else None, state.horizon, halves, count
         )
@@ -301,11 +301,11 @@ class NHGD(AbstractAlgorithm):
         return loop.inner_step(objective, record=self.observe == "all", cross=lagged)
 
 
-def outer_batches(loop: Loop, steps: int) -> int:
-    """How many outer batches a hypergradient takes: one, and more for a tenth of the inner loop's gradients, up to a pass
-    over the data.
+def outer_batches(loop: Loop, horizon: Horizon, steps: int) -> int:
+    """How many outer batches a hypergradient takes: one, and if they determine v more for a tenth of the inner loop's
+    gradients, up to a pass over the data.
     """
-    if not follows_horizon(loop.inverse):
+    if not follows_horizon(loop.inverse) or not horizon.determined:
         return 1
     within = loop.outer.batches
     return min(1 + steps // OUTER_SHARE, steps if within is None else max(within, 1))

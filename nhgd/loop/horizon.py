@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nhgd import _tape as tape
+from nhgd.errors import percent
 from nhgd.loop.gain import Gain
 from nhgd.oracle import Oracle
 
@@ -34,6 +35,7 @@ AHEAD = 2.0  # halves of an inner loop
 FAR = 10.0  # length of a Newton step relative to theta
 STREAK = 3  # poor measurements in a row that cause a warning
 RISE = 3.0  # of the lowest outer loss
+FITTED = 0.05  # of the first outer loss
 SETTLED = 20  # outer steps
 
 
@@ -109,7 +111,7 @@ class Horizon:
             whether it is used no more.
         poor, far: how many measurements in a row found x poor, and theta far from its inner optimum.
         steps: outer steps.
-        lowest, recent: the lowest running mean of the outer loss, and the present one.
+        first, lowest, recent: the first outer loss, the lowest running mean of it, and the present one.
     """
 
     cosine: Tensor
@@ -128,6 +130,7 @@ class Horizon:
     plain: bool = False
     poor: int = 0
     far: int = 0
+    first: float = math.nan
     lowest: float = math.inf
     recent: float = math.nan
     steps: int = 0
@@ -328,6 +331,7 @@ class Horizon:
         against it.
         """
         self.steps += 1
+        self.first = loss if math.isnan(self.first) else self.first
         self.recent = loss if math.isnan(self.recent) else 0.9 * self.recent + 0.1 * loss
         self.lowest = min(self.lowest, self.recent)
         if self.poor >= STREAK:
@@ -347,6 +351,12 @@ class Horizon:
                 f"The outer loss has risen {self.recent / self.lowest:.2g}-fold above its lowest mean, against what"
                 " the hypergradient predicts. Lower the outer step, take more inner steps, or examine the problem"
                 " with nhgd check."
+            )
+        if self.steps > SETTLED and not self.determined and self.first > 0 and self.recent < FITTED * self.first:
+            return (
+                f"The outer loss has fallen to {percent(self.recent / self.first)} % of where it began, and v has more entries than"
+                " the outer data have labels: these are nearly fitted exactly, and v may suit others less. Judge v on samples"
+                " that it has not seen, stop earlier, or give more outer data."
             )
         return None
 
