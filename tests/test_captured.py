@@ -70,7 +70,7 @@ def outer(model, v, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def made(method, compile="graph", inner=inner, dropout=0.0, batch=16, shuffle=True, **settings):
+def made(method, compile="graph", inner=inner, dropout=0.0, batch=16, shuffle=True, outer_batch=None, **settings):
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Dropout(dropout), nn.Linear(4, 3)) if dropout else nn.Sequential(nn.Linear(4, 3))
@@ -79,7 +79,8 @@ def made(method, compile="graph", inner=inner, dropout=0.0, batch=16, shuffle=Tr
         inner, outer, net.double(), torch.full((30,), 0.5).double(), l2=1e-2, likelihood="categorical"
     )
     settings = {"inner_steps": 3, "inner_lr": 0.2, "outer_lr": 0.5, "project_v": (0, 1)} | settings
-    inner_data, outer_data = nhgd.Data(x[:30], y[:30], batch=batch, shuffle=shuffle), nhgd.Data(x[30:], y[30:])
+    inner_data = nhgd.Data(x[:30], y[:30], batch=batch, shuffle=shuffle)
+    outer_data = nhgd.Data(x[30:], y[30:], batch=outer_batch)
     return nhgd.Solver(problem, inner_data, outer_data, method=method, compile=compile, **settings)
 
 
@@ -110,6 +111,16 @@ def assert_repeated(solution, least=5):
     assert said["taken"] in ("graph", "operations")
     assert said["repeated"] >= least, said["why"]
     assert "in every bit" in said["why"]
+
+
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning", "ignore::nhgd._stagnation.StagnationWarning")
+def test_repeated_steps_average_several_outer_batches(recorded, plain_first):
+    settings = {"inner_steps": 20, "inner_lr": 0.05, "outer_batch": 4}
+    found = run(METHODS["kfac"], **settings)
+    assert_repeated(found)
+    assert found.stats["oracle_calls"]["outer_gradients"] == 3 * 24
+    plain_first()
+    assert_same(found, run(METHODS["kfac"], **settings))
 
 
 @pytest.mark.filterwarnings("ignore::nhgd.InverseWarning", "ignore::nhgd._stagnation.StagnationWarning")

@@ -324,6 +324,17 @@ def test_an_outer_loss_that_rises_is_said_once():
     assert [w.category for w in caught] == [InverseWarning]
 
 
+@pytest.mark.parametrize(
+    ("determined", "low", "said"), [(False, 0.04, True), (False, 0.06, False), (True, 0.04, False)]
+)
+def test_outer_samples_that_are_fitted_exactly_are_warned_of(determined, low, said):
+    """A twentieth of the first loss is what sound runs of label cleaning do not reach."""
+    horizon = Horizon.start(CPU, determined=determined)
+    found = [horizon.warning_for(loss) for loss in [1.0, *[low] * 60]]
+    assert all(warning is None for warning in found[:20])
+    assert any(warning is not None and "more entries" in warning for warning in found) is said
+
+
 def test_the_sampled_fisher_matrix_gives_way_where_it_cannot_be_had():
     """By default K-FAC samples the model's own labels where outputs and likelihood are known, and else it does without."""
     torch.manual_seed(0)

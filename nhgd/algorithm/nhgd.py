@@ -20,6 +20,7 @@ from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import InputError
 from nhgd.inverse import AbstractInverse, FisherDense, FisherWindow, Learned
 from nhgd.inverse._learned.automatic import completed
+from nhgd.inverse.capabilities import follows_horizon
 from nhgd.loop.calibration import calibrate
 from nhgd.loop.horizon import Horizon
 from nhgd.loop.hypergradient import hypergradient
@@ -29,6 +30,7 @@ from nhgd.objective import Objective
 from nhgd.oracle import Oracle
 from nhgd.problem import LARGE, Bilevel
 
+OUTER_SHARE = 10  # inner steps for each outer batch beyond the first
 CROSSES = 2  # inner steps of a large model that give the cross derivative, each a third of a pass
 Cross = Literal["auto", "lagged", "final", "trajectory"]
 Inner = Literal["optimizer", "natural"]
@@ -84,6 +86,9 @@ class NHGD(AbstractAlgorithm):
     The first outer step detects this, and verifies it along a random vector against the derivative of the gradient's graph;
     "final" and "trajectory" then need no such graph either. The run's stats["cross"] report the result. The first outer step
     has no previous x: it uses its own, at the last theta over the same batches.
+
+    With damping="auto" both derivatives of f are means over several outer batches, if the outer samples determine v: one, and
+    one more for every ten inner steps, up to a pass over the outer data.
 
     Args:
         inverse: a learned one; None: K-FAC if theta has Linear or Conv2d layers, else the window, with fisher="auto".
@@ -230,7 +235,10 @@ class NHGD(AbstractAlgorithm):
 
         # Products of the solve leave the graph of a gradient behind, from which a cross derivative is cheaper than a pass.
         own = way != "final" or (plain and isinstance(inverse, Learned))
-        found, lag, noted = hypergradient(loop, batches, state.adjoint, cross if own else None, state.horizon, halves)
+        count = 1 if state.horizon is None else outer_batches(loop, state.horizon, steps)
+        found, lag, noted = hypergradient(
+            loop, batches, state.adjoint, cross if own else None, state.horizon, halves, count
+        )
         norm = loop.move_v(found.leaves)
         notes = {"inverse": inverse.name} | noted
         if state.marquardt is not None:
@@ -291,6 +299,16 @@ class NHGD(AbstractAlgorithm):
             known = self.observe == "end" and loop.clock.t == 0 and loop.clock.k > 0 and self.curvature == "carried"
             return state.marquardt.step(loop, objective, record=not (known and self.warm_start), cross=lagged)
         return loop.inner_step(objective, record=self.observe == "all", cross=lagged)
+
+
+def outer_batches(loop: Loop, horizon: Horizon, steps: int) -> int:
+    """How many outer batches a hypergradient takes: one, and if they determine v more for a tenth of the inner loop's
+    gradients, up to a pass over the data.
+    """
+    if not follows_horizon(loop.inverse) or not horizon.determined:
+        return 1
+    within = loop.outer.batches
+    return min(1 + steps // OUTER_SHARE, steps if within is None else max(within, 1))
 
 
 def trajectory_cross(loop: Loop, visits: list[Visit], plain: bool, x: Tensor) -> list[Tensor]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from nhgd import _tape as tape
+from nhgd.errors import percent
+from nhgd.loop.gain import Gain
 from nhgd.oracle import Oracle
 from nhgd.problem import LARGE
 from nhgd.variable import dot
@@ -38,6 +40,7 @@ AHEAD = 2.0  # halves of an inner loop
 FAR = 10.0  # length of a Newton step relative to theta
 STREAK = 3  # poor measurements in a row that cause a warning
 RISE = 3.0  # of the lowest outer loss
+FITTED = 0.05  # of the first outer loss
 SETTLED = 20  # outer steps
 
 
@@ -54,7 +57,9 @@ class Horizon:
     rho is the running mean of the cosine between successive adjoints x. If x turns from one outer step to the next,
     because v changes the problem that the inner loop sees, m is about 1; as v settles, rho tends to 1, m grows without
     bound and the damping vanishes. (1 + rho) / (1 - rho) is the memory, in steps, of a first-order autoregressive
-    process; the power keeps m below it, because overestimating the horizon costs more than underestimating it.
+    process; the power keeps m below it, because overestimating the horizon costs more than underestimating it. x also
+    persists where theta is slow, so m is halved, to no less than 1, while the outer loss falls by far less than the
+    hypergradients predict (`Gain`).
 
     If v has more entries than the outer samples have labels, the outer loss does not determine v: a better response
     only overfits those samples sooner. Then m = max(1, (1 + rho) / (1 - rho) / 1000), that of unrolling until v has
@@ -101,6 +106,7 @@ class Horizon:
     Attributes:
         cosine: the running mean, on the device of x; `rho` is its last reading.
         halves: the running means of s_1.s_1 and s_1.s_2, there too.
+        gain: the fall of the outer loss beside its prediction.
         warm: whether theta is warm-started at each outer step.
         determined: whether the outer samples have at least as many labels as v has entries, or their number is unknown.
         adjoint: the last x.
@@ -110,11 +116,12 @@ class Horizon:
             whether it is used no more.
         poor, far: how many measurements in a row found x poor, and theta far from its inner optimum.
         steps: outer steps.
-        lowest, recent: the lowest running mean of the outer loss, and the present one.
+        first, lowest, recent: the first outer loss, the lowest running mean of it, and the present one.
     """
 
     cosine: Tensor
     halves: Tensor
+    gain: Gain
     warm: bool = True
     determined: bool = True
     adjoint: Tensor | None = None
@@ -128,6 +135,7 @@ class Horizon:
     plain: bool = False
     poor: int = 0
     far: int = 0
+    first: float = math.nan
     lowest: float = math.inf
     recent: float = math.nan
     steps: int = 0
@@ -135,12 +143,19 @@ class Horizon:
     @classmethod
     def start(cls, device: torch.device, warm: bool = True, determined: bool = True) -> Horizon:
         """The horizon before the first outer step, for a run whose theta is warm-started, or is not."""
-        zeros = torch.zeros(3, dtype=torch.float64, device=device)
-        return cls(zeros[0].clone(), zeros[1:].clone(), warm=warm, determined=determined)
+        zeros = torch.zeros(6, dtype=torch.float64, device=device)
+        gain = Gain(zeros[3:].clone())
+        return cls(zeros[0].clone(), zeros[1:3].clone(), gain, warm=warm, determined=determined)
 
     @property
     def horizon_loops(self) -> float:
         """m: the number of inner loops that a change of v persists for; one without warm starts."""
+        loops = self._persistence
+        return loops if loops <= 1 else max(1.0, loops / self.gain.caution)
+
+    @property
+    def _persistence(self) -> float:
+        """m before it is divided by the caution."""
         if not self.warm:
             return 1.0
         rho = min(max(self.rho, -0.9), 1 - 1e-12)
@@ -184,9 +199,10 @@ class Horizon:
         return min(max(self.rho, 0.0), STEADY)
 
     def read(self, step: int) -> None:
-        """The mean cosine, every few outer steps alone."""
+        """The running means, every few outer steps alone."""
         if step < EVERY or step % EVERY == EVERY - 1:
-            self.rho = float(self.cosine)
+            self.rho, *means = torch.cat([self.cosine.reshape(1), self.gain.means]).tolist()
+            self.gain.read(means, self._persistence)
 
     @property
     def persists(self) -> bool:
@@ -327,6 +343,7 @@ class Horizon:
         against it.
         """
         self.steps += 1
+        self.first = loss if math.isnan(self.first) else self.first
         self.recent = loss if math.isnan(self.recent) else 0.9 * self.recent + 0.1 * loss
         self.lowest = min(self.lowest, self.recent)
         if self.poor >= STREAK:
@@ -346,6 +363,12 @@ class Horizon:
                 f"The outer loss has risen {self.recent / self.lowest:.2g}-fold above its lowest mean, against what"
                 " the hypergradient predicts. Lower the outer step, take more inner steps, or examine the problem"
                 " with nhgd check."
+            )
+        if self.steps > SETTLED and not self.determined and self.first > 0 and self.recent < FITTED * self.first:
+            return (
+                f"The outer loss has fallen to {percent(self.recent / self.first)} % of where it began, and v has more entries than"
+                " the outer data have labels: these are nearly fitted exactly, and v may suit others less. Judge v on samples"
+                " that it has not seen, stop earlier, or give more outer data."
             )
         return None
 

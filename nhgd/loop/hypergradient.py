@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from nhgd import _tape as tape
@@ -39,8 +40,9 @@ def hypergradient(
     cross: Callable[[Oracle], Product] | None = None,
     horizon: Horizon | None = None,
     halves: Sequence[Tensor] = (),
+    outer_batches: int = 1,
 ) -> OuterGradient:
-    """The hypergradient at the end of the inner loop, on these inner batches and the next outer one.
+    """The hypergradient at the end of the inner loop, on these inner batches and the next outer ones.
 
     Everything that does not need the curvature is computed before waiting for it.
 
@@ -50,10 +52,12 @@ def hypergradient(
         horizon: sets the damping of an inverse with damping="auto", and how far ahead of theta the outer gradients are
             taken.
         halves: theta at the start and in the middle of the inner loop, for the horizon; nothing is taken ahead without.
+        outer_batches: over how many outer batches the gradients of the outer loss are averaged.
     """
     executor = loop.executor
     waiting = isinstance(executor, SupportsOverlap) and executor.inner_loop_ended()
     at = loop.oracle(batches, loop.outer.next())
+    others = [loop.oracle([None], loop.outer.next()) for _ in range(outer_batches - 1)]
     horizon = horizon if follows_horizon(loop.inverse) else None
     if horizon is not None:
         known, ridge = horizon, at.ridge.positive
@@ -67,7 +71,7 @@ def hypergradient(
     if tape.tape() is not None:
         damp()
     try:
-        outer = _outer(loop, at, horizon, halves)
+        outer, value = _outer(loop, [at, *others], horizon, halves)
         if tape.tape() is None:
             damp()  # which asks numbers of a device, that has more to do by now
         along = None if cross is None else cross(at)
@@ -100,23 +104,38 @@ def hypergradient(
             "horizon": tape.host_value(lambda: known.horizon_loops),
         }
         horizon.observe(found.adjoint)
+        horizon.gain.observe(value, loop.problem.v.flatten(found.leaves), loop.problem.v.flat())
         tape.at_end(lambda: known.read(loop.clock.k))
         tape.defer(lambda value: loop.solve_warnings.warn(known.warning_for(value)), found.value)
     return OuterGradient(found, lag, notes)
 
 
-def _outer(loop: Loop, at: Oracle, horizon: Horizon | None, halves: Sequence[Tensor]) -> GradientsOfOuter:
-    """The outer loss here, and its gradients where theta is going."""
+def _outer(
+    loop: Loop, ats: Sequence[Oracle], horizon: Horizon | None, halves: Sequence[Tensor]
+) -> tuple[GradientsOfOuter, Tensor]:
+    """The outer loss here on the first batch and its mean gradients where theta is going, and its mean there."""
     if horizon is None or not halves:
-        return at.outer()
+        found = [at.outer() for at in ats]
+        mean = _mean(found)
+        return replace(mean, value=found[0].value), mean.value
     start, middle = halves
     theta = loop.problem.theta
     here = theta.flat()
     # One after the other, with both points known before: a captured step makes one product of the two with the same data.
     leaves = [part.clone() for part in theta.unflatten(here)]
     with loop.temporarily_at(here + horizon.ahead(middle - start, here - middle)):
-        value = at.outer_loss(leaves)
-        return replace(at.outer(), value=value)
+        value = ats[0].outer_loss(leaves)
+        mean = _mean([at.outer() for at in ats])
+    return replace(mean, value=value), mean.value
+
+
+def _mean(found: Sequence[GradientsOfOuter]) -> GradientsOfOuter:
+    """The mean over outer batches."""
+    if len(found) == 1:
+        return found[0]
+    theta = torch.stack([one.theta for one in found]).mean(0)
+    in_v = [torch.stack(leaves).mean(0) for leaves in zip(*(one.v for one in found), strict=True)]
+    return GradientsOfOuter(torch.stack([one.value for one in found]).mean(), theta, in_v)
 
 
 def _adjusted(
