@@ -108,7 +108,7 @@ def test_batches_of_a_model_with_buffers_stay_as_they_are():
         NHGD(FULL, cross="final"),
         AID(FULL),
         NHGD(EKFAC(overhead=None)),
-        NHGD(FisherDiagonal()),
+        NHGD(FisherDiagonal(overhead=None)),
     ],
     ids=["identity", "lagged", "final", "aid", "ekfac", "diagonal"],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nhgd._captured.random_draws import RandomDraws
 from nhgd._randomness import generators_restored
 from nhgd.algorithm import AbstractAlgorithm, Loop
 from nhgd.data.loader import Data
@@ -32,9 +33,11 @@ def can_fill(algorithm: AbstractAlgorithm, loop: Loop) -> bool:
     here = problem.theta.flat()
     nearby = here + 0.1 * torch.arange(len(here), device=device, dtype=here.dtype).cos()
     try:
-        with generators_restored(device), loop.temporarily_at(nearby):
+        with generators_restored(device), loop.temporarily_at(nearby), RandomDraws(problem) as draws:
             filled, short = (_derivatives(loop, i.to(device)) for i in (index, index[:count]))
     except Exception:  # of the user's function; the run's own steps report what they meet
+        return False
+    if draws.seen is not None:
         return False
     eps = max(torch.finfo(t.dtype).eps for t in short)
     return all(bool((a - b).norm() <= 1e3 * eps * b.norm()) for a, b in zip(filled, short, strict=True))

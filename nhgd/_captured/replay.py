@@ -69,9 +69,8 @@ class Replay:
         """How many derivatives the next step takes; the samples of shorter batches are fewer."""
         if not graph.passes:
             return graph.calls
-        stream = self._progress.loop.inner
-        sizes = stream.sizes(len(graph.passes))
-        missing = sum(times * (stream.source.batch - size) for times, size in zip(graph.passes, sizes, strict=True))
+        sizes, longest = self._progress.loop.inner.sizes(len(graph.passes)), self._progress.loop.inner.longest
+        missing = sum(times * (longest - size) for times, size in zip(graph.passes, sizes, strict=True))
         return graph.calls | {"samples": graph.calls["samples"] - missing}
 
     def read(self, step: PendingStep, following: PendingStep | None) -> StepResult:
@@ -120,8 +119,8 @@ class Replay:
         for stream, place in script.batches:
             if stream is loop.inner:
                 index = script.arena.index(step.row, place)
-                most = loop.inner.source.batch
-                loop.recent.append(loop.inner.gathered(index[: int(index[-1])] if len(index) > most else index))
+                filled = len(index) > loop.inner.longest
+                loop.recent.append(loop.inner.gathered(index[: int(index[-1])] if filled else index))
 
 
 class StepFailed(Exception):

@@ -118,6 +118,12 @@ class BatchStream:
         filled[-1] = len(samples)
         return filled
 
+    @property
+    def longest(self) -> int:
+        """The samples of a full batch of `Data`."""
+        assert isinstance(self.source, Data)
+        return self.source.batch
+
     def drawing(self) -> Callable[[], Tensor]:
         """What a tape notes of the next batch: how its index is drawn."""
         return self.next_padded if self.pads else self.next_index
