@@ -84,11 +84,13 @@ def faults(result: dict) -> str:
 
 
 def ways(result: dict) -> str:
-    lines = ["| way | ms of an outer step | ratio to gathers | operations | replayed |", "| --- " * 5 + "|"]
+    head = "| way | ms of an outer step | ratio to gathers | in the median block | operations | replayed |"
+    lines = [head, "| --- " * 6 + "|"]
     for name, row in result["ways"].items():
         replayed = row.get("compile", {}).get("taken", "-").replace("eager", "-")
         lines.append(
-            f"| {name} | {row['milliseconds']:.1f} | {row['ratio']:.2f} | {row['launches']:.0f} | {replayed} |"
+            f"| {name} | {row['milliseconds']:.1f} | {row['ratio']:.2f} | {row['median_ratio']:.2f}"
+            f" | {row['launches']:.0f} | {replayed} |"
         )
     return "\n".join(lines)
 

@@ -30,7 +30,7 @@ def turned(device: torch.device, samples: int | None) -> Iterator[None]:
     if device.type != "cpu" or samples is None or samples < MANY or tape.tape() is not None:
         yield
         return
-    with Turned():
+    with Turned():  # type: ignore[no-untyped-call]  # of torch
         yield
 
 
