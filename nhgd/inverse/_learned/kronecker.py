@@ -115,8 +115,8 @@ class AbstractKronecker(LayerMeans[T]):
         if not known and not state.inputs:
             raise InputError(
                 f"{type(self).__name__} works on the inputs and scores of Linear and Conv2d layers, and no such layer"
-                " holds a parameter of theta that is used nowhere else. Give a penalty on a layer's weights as l2, or use"
-                " fisher_window, which supports any model, or fisher_diagonal."
+                " holds a parameter of theta that is used nowhere else. Use fisher_window, which supports any model, or"
+                " fisher_diagonal; a penalty on a layer's weights can be given as l2."
             )
         samples = batch_samples(record)
         beta = self.beta if self.effort is None else self.effort.beta(self.beta, samples, state.observed)
