@@ -206,3 +206,14 @@ def test_a_page_of_a_comparison_shows_what_its_runs_drew(tmp_path):
     assert table.rows[0]["pictures"] == ["images.png"]
     assert (tmp_path / "b" / table.rows[0]["folder"] / "images.png").exists()
     assert "data:image/png;base64" in report(tmp_path / "b").read_text(encoding="utf-8")
+
+
+def test_latex_has_the_digits_of_the_text():
+    table = nhgd.bench("quadratic", ["soba", "ttsa"], 2, "60g")
+    cells = [
+        cell for line in table.to_latex().splitlines() if line.startswith(("soba", "ttsa")) for cell in line.split("&")
+    ]
+    found = [cell.replace(r"\mathbf{", "").replace("}", "").replace("$", "").strip(" \\") for cell in cells]
+    numbers = [cell.replace(r"\pm", "+-") for cell in found if r"\pm" in cell]
+    assert len(numbers) >= 4
+    assert all(number in table.to_text() for number in numbers)

@@ -87,3 +87,23 @@ def test_it_is_no_task_of_the_command_line():
 def test_what_a_function_must_return(made, words):
     with pytest.raises(nhgd.InputError, match=words):
         nhgd.bench(lambda seed: made, ["soba"], seeds=1, budget="20g")
+
+
+def test_a_penalty_that_names_the_weights_is_told_what_to_do():
+    """A newcomer's ridge: the only layer is used a second time, outside of its call."""
+    torch.manual_seed(0)
+    net, v, x, y = torch.nn.Linear(3, 1), torch.zeros(3), torch.randn(20, 3), torch.randn(20)
+
+    def data_loss(net, batch):
+        return (net(batch[0]).squeeze(1) - batch[1]).square()
+
+    problem = nhgd.Bilevel(
+        lambda net, v, batch: data_loss(net, batch) + (v.exp() * net.weight.square()).sum(),
+        lambda net, v, batch: data_loss(net, batch).mean(),
+        theta=net,
+        v=v,
+    )
+    data = nhgd.Data(x, y)
+    with pytest.raises(nhgd.InputError, match="a penalty on a layer's weights can be given as l2"):
+        nhgd.Solver(problem, data, data, method="nhgd").step()
+    assert len(nhgd.Solver(problem, data, data, method="nhgd-window").run(steps=1).history) == 1

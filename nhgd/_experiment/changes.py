@@ -44,7 +44,7 @@ def parse(
     >>> parse(["noise=0.3", "inverse.steps=10"])
     {'noise': '0.3', 'inverse.steps': '10'}
     """
-    found = {}
+    found: dict[str, str] = {}
     for pair in pairs or ():
         key, sign, value = pair.partition("=")
         if not sign or not key.strip():

@@ -138,8 +138,8 @@ def latex(table: Table) -> str:
                 line.append("--")
                 continue
             best = (max if rises(name) else min)(means[m, name] for m in methods if (m, name) in means)
-            mean = f"{row['mean']:.4g}"
-            spread = "" if row["deviation"] is None else rf" \pm {row['deviation']:.1g}"
+            mean, _, spread = mean_and_deviation(row).partition(" +- ")
+            spread = rf" \pm {spread}" if spread else ""
             line.append(rf"$\mathbf{{{mean}}}{spread}$" if row["mean"] == best else f"${mean}{spread}$")
         lines.append(" & ".join(line) + r" \\")
     about = table.about

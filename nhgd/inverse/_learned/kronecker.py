@@ -128,7 +128,8 @@ class AbstractKronecker(LayerMeans[T]):
         if not known and not state.inputs:
             raise InputError(
                 f"{type(self).__name__} works on the inputs and scores of Linear and Conv2d layers, and no such layer"
-                " holds a parameter of theta. Use fisher_window, which supports any model, or fisher_diagonal."
+                " holds a parameter of theta that is used nowhere else. Use fisher_window, which supports any model, or"
+                " fisher_diagonal; a penalty on a layer's weights can be given as l2."
             )
         state = self.awake(state, bases=self.moments > 0)
         samples = batch_samples(record)
