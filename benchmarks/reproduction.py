@@ -4,20 +4,24 @@
     python -m benchmarks.card fair,own,printed OUT --data DATA --seconds 290        the four tables, on one GPU
     nhgd reproduce parallel --quick --data MNIST --out OUT
 
-The JSON of each is kept in benchmarks/results/reproduction.
+The JSON of each is kept in benchmarks/results/reproduction. `python -m benchmarks.reproduction` draws the page's figures.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nhgd.reproduce.tables import text
+from nhgd.reproduce.tables.figures import draw
 from nhgd.reproduce.theory import tables as theory
 
 FOLDER = Path(__file__).parent / "results" / "reproduction"
+DOCS = Path(__file__).parent.parent / "docs"
 TABLES = ("cleaning", "distillation-5", "distillation-100", "pde")
 
 
@@ -180,3 +184,16 @@ def parallel(result: dict[str, Any]) -> str:
             f" | {row['waited_milliseconds']:.0f} | {row['largest_difference_of_v']:g} |"
         )
     return "\n".join(lines)
+
+
+def main() -> None:
+    """The figures of the fair protocol, for the page."""
+    with tempfile.TemporaryDirectory() as folder:
+        for experiment in TABLES:
+            for path in draw(Path(folder), read(experiment), ["png"]):
+                if path.stem == "fair":
+                    shutil.copy(path, DOCS / f"reproduction-{experiment}.png")
+
+
+if __name__ == "__main__":
+    main()

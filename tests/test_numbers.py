@@ -87,6 +87,7 @@ STATED = {
         "1,000 outer steps or 25 seconds": "a setting of the table",
         "In 25 seconds": "a setting of the table",
         "At most 25 seconds a run": "a setting of the table",
+        "three times at most": "a setting of the search",
         "Fair, 3 seconds a run": "a setting of the table",
         "Fair, 12 seconds a run": "a setting of the table",
         "untuned, 10 seconds": "a setting of the table",

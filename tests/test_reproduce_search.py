@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from nhgd.comparison.comparison import Comparison
 from nhgd.comparison.grid import of_python
 from nhgd.comparison.store import Store
 from nhgd.comparison.table import Table
-from nhgd.comparison.trial import measured
+from nhgd.comparison.trial import blank, measured
 from nhgd.comparison.workers import Workers
 from nhgd.errors import InputError
 from nhgd.reproduce import Request
@@ -155,3 +156,24 @@ def test_refusals_are_sentences():
     with pytest.raises(InputError, match="longest is a time"):
         Request("cleaning", longest="20 steps")
     assert Request("theory").jobs == 1
+
+
+def test_what_failed_stays_in_a_table_that_has_no_time_left(tmp_path):
+    """It is tried again where there is time, and else shown as it was."""
+    asked = comparison(["aid-cg"], seeds=1)
+    (tmp_path / "runs").mkdir()
+    store = Store(tmp_path, asked.asked())
+    trial = asked.trials()[0]
+    store.keep(trial, blank(trial) | {"error": "It ended.", "steps": 3})
+    assert store.load(trial) is None
+    assert store.load(trial, failed=True)["error"] == "It ended."
+    assert [run["error"] for run in asked.table(tmp_path, until=-math.inf, suffixes=()).runs] == ["It ended."]
+    assert [run["error"] for run in asked.table(tmp_path, suffixes=()).runs] == [None]
+
+
+def test_a_widened_grid_is_found_again_without_time(tmp_path):
+    asked = replace(comparison(["aid-cg"], seeds=1, settings={"outer_lr": [1e-6, 2e-6]}), widen=2)
+    made = asked.table(tmp_path, suffixes=())
+    assert len(made.runs) == 4  # two of them beyond the end
+    again = asked.table(tmp_path, suffixes=(), until=-math.inf)
+    assert [run["settings"] for run in again.runs] == [run["settings"] for run in made.runs]

@@ -239,8 +239,8 @@ class Comparison:
                 words = f"{trial.label}, seed {trial.seed}{_in_brackets(trial.settings)}"
                 tick(len(found) / len(trials), words)
                 say(f"{len(found)} of {len(trials)}: {words}: {_ended(run, self.task.headline)}")
-        for trial in left if store is not None else []:  # what failed, and was not tried again in the time
-            if trial.key not in found and (run := store.load(trial, failed=True)) is not None:
+        for trial in left:  # what failed before, and was not tried again in the time
+            if store is not None and trial.key not in found and (run := store.load(trial, failed=True)) is not None:
                 found[trial.key] = run
         return [found[trial.key] for trial in trials if trial.key in found]
 
