@@ -1,7 +1,7 @@
 """Bilevel optimisation: natural hypergradient descent and the methods it is compared with.
 
-Names are imported when they are asked for, so that `import nhgd` and the command line's help wait neither for torch nor, in
-the core, for what the estimators need.
+Names are imported when they are asked for, so that `import nhgd` and the command line's help wait neither for torch
+nor, in the core, for what the estimators need.
 """
 
 import sys

@@ -36,10 +36,10 @@ class AlongReport:
     """What `check_along` found.
 
     Attributes:
-        rows: one dict for each point and inverse: step (the outer step), inverse, cosine and relative_error to the exact
-            hypergradient there, cosine_damped to that of the damped system, residual |H x - u| / |u|, inner_distance
-            |H^+ g| / |theta|, damping (the run's own at this point, 0 for none), and error: the sentence of an inverse that
-            refused, else None. Unknown values are None.
+        rows: one dict for each point and inverse: step (the outer step), inverse, cosine and relative_error to the
+            exact hypergradient there, cosine_damped to that of the damped system, residual |H x - u| / |u|,
+            inner_distance |H^+ g| / |theta|, damping (the run's own at this point, 0 for none), and error: the sentence
+            of an inverse that refused, else None. Unknown values are None.
         reference: how the exact hypergradients were made.
         solution: of the run, which the examination does not change.
     """
@@ -86,20 +86,20 @@ def check_along(
 ) -> AlongReport:
     """Run a solver, and compare inverses with the exact hypergradient after some of its outer steps.
 
-    A point is where the run itself takes its hypergradient: theta at the end of the inner loop of the outer step, with v as
-    in that loop. At each, with H the inner Hessian and u the outer gradient in theta:
+    A point is where the run itself takes its hypergradient: theta at the end of the inner loop of the outer step, with
+    v as in that loop. At each, with H the inner Hessian and u the outer gradient in theta:
 
         cosine, relative_error    with grad_v f - (d2_{theta,v} l)^T H^+ u
         cosine_damped             with the same of (H + damping I)^{-1} u, the target of a run with this horizon
 
-    The row "NAME of the run" is the inverse that the run has learnt, with the run's current statistics, its damping, and the
-    corrections of its horizon. All others learn afresh at the point; those whose damping is "auto" solve with the run's. A row
-    of the same NAME shows what the age of the statistics costs. The points are 1, `steps` and others in geometric progression:
-    most changes at the start.
+    The row "NAME of the run" is the inverse that the run has learnt, with the run's current statistics, its damping,
+    and the corrections of its horizon. All others learn afresh at the point; those whose damping is "auto" solve with
+    the run's. A row of the same NAME shows what the age of the statistics costs. The points are 1, `steps` and others
+    in geometric progression: most changes at the start.
 
     Args:
-        solver: a `Solver`, new or resumed, in one process. It takes the steps that `run(steps=steps)` would take, on the same
-            numbers.
+        solver: a `Solver`, new or resumed, in one process. It takes the steps that `run(steps=steps)` would take, on
+            the same numbers.
         inner_batch, outer_batch: where the objectives are taken: one batch each.
         steps: outer steps.
         points: how many are examined.

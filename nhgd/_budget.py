@@ -247,7 +247,8 @@ class Budget:
     def _memory(self, inverse: Periodic[Any], samples: int, every: int) -> int | None:
         """The samples that a running mean holds: enough for its widest factor, and no more than it would hold of all.
 
-        Where fewer inner steps are recorded than there are outer ones, `beta` would remember what theta and v have long left.
+        Where fewer inner steps are recorded than there are outer ones, `beta` would remember what theta and v have long
+        left.
         """
         beta = getattr(inverse, "beta", None)
         if not isinstance(beta, float) or (samples >= self.shape.samples and every < self.steps):

@@ -43,11 +43,12 @@ class Report:
 
     Attributes:
         rows: one dict for each inverse: inverse, cosine, relative_error, milliseconds, megabytes, residual, hvps,
-            converged, warning: what is wrong with its solve, else None, and error: the sentence of an inverse that refused,
+            converged, warning: what is wrong with its solve, else None, and error: the sentence of an inverse that
+                refused,
             else None. cosine and relative_error are None without a reference or anything to compare.
-        reference: how the exact hypergradient was made: method, residual, dimension, hvps, converged; what is known of the
-            Hessian: positive_definite, negative_curvature, singular (None: not known), outside (the part of the outer
-            gradient outside of its range); and asymmetry, of its products, which is 0 but for rounding.
+        reference: how the exact hypergradient was made: method, residual, dimension, hvps, converged; what is known of
+            the Hessian: positive_definite, negative_curvature, singular (None: not known), outside (the part of the
+            outer gradient outside of its range); and asymmetry, of its products, which is 0 but for rounding.
         inner_gradient: norm of the inner gradient. The formula is exact if it is 0.
         inner_distance: |H^+ g| / |theta|: the distance of theta from the inner optimum, relative to its size; None if
             there is no inner minimum, or none that H could tell.
@@ -126,9 +127,9 @@ def check(
         inner_data: batches that online inverses learn from and over which the exact products run, in place of
             inner_batch.
         learn_from: batches that online inverses learn from instead, when that is to differ.
-        dense_below: up to this D the reference is a dense solve, by D Hessian products. Above it: preconditioned conjugate
-            gradients, restarted until the true residual is below 1e-10 or falls no further; or minimal residuals, where
-            those meet negative or vanishing curvature; or none, where neither comes below 1e-6.
+        dense_below: up to this D the reference is a dense solve, by D Hessian products. Above it: preconditioned
+            conjugate gradients, restarted until the true residual is below 1e-10 or falls no further; or minimal
+            residuals, where those meet negative or vanishing curvature; or none, where neither comes below 1e-6.
         seed: what dropout is drawn from.
         progress: a bar on standard error; by default on a terminal only.
 

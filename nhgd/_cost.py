@@ -33,9 +33,9 @@ Kind = Literal["gradient", "product", "matmul", "eigh", "cholesky", "pass", "cal
 class Operation(NamedTuple):
     """One kind of operation, done `times` times.
 
-    "gradient": an inner gradient, and "product": a Hessian product, both of size 1. "matmul": a matrix product of `size`
-    multiplications. "eigh" and "cholesky": a factorisation of a matrix of `size` rows. "pass": `size` numbers read or written.
-    "call": nothing but being called.
+    "gradient": an inner gradient, and "product": a Hessian product, both of size 1. "matmul": a matrix product of
+    `size` multiplications. "eigh" and "cholesky": a factorisation of a matrix of `size` rows. "pass": `size` numbers
+    read or written. "call": nothing but being called.
     """
 
     kind: Kind

@@ -2,8 +2,8 @@
 
     scores[q, i] = w_i <s_i, H^{-1} grad_theta f_q> / N
 
-s_i is the gradient of training sample i's loss, f_q the outer loss of query q alone. That is the hypergradient of f_q in
-the weight of sample i, with its sign turned, for every sample and query at once.
+s_i is the gradient of training sample i's loss, f_q the outer loss of query q alone. That is the hypergradient of f_q
+in the weight of sample i, with its sign turned, for every sample and query at once.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Influence:
     """The influence of training samples on queries.
 
     Attributes:
-        scores: (queries, training samples), on the CPU, both in the order of their data. scores[q, i] is, to first order,
-            how much the loss of query q would rise if training sample i were left out. Positive: the sample lowered the
-            query's loss.
+        scores: (queries, training samples), on the CPU, both in the order of their data. scores[q, i] is, to first
+            order, how much the loss of query q would rise if training sample i were left out. Positive: the sample
+            lowered the query's loss.
         query_losses: (queries,), at the current theta.
-        stats: inverse, its notes, residual (the largest of an inverse that iterates, else None), walks over the training
-            data that took scores, and the counts of `OracleCalls`.
+        stats: inverse, its notes, residual (the largest of an inverse that iterates, else None), walks over the
+            training data that took scores, and the counts of `OracleCalls`.
     """
 
     scores: Tensor
@@ -97,9 +97,9 @@ def influence(
         train_data: batches of the inner problem: an `nhgd.Data`, whose order is kept although it shuffles, a DataLoader
             that does not shuffle, a list of batches, or one batch as a tuple or dict of tensors.
         query_data: batches of the outer problem, in the same forms.
-        inverse: a name or an object, for example `nhgd.inverse.EKFAC(damping=1e-3)`. Where `beta` is left at its default,
-            batches do not fade: at one theta all samples count the same. EKFAC takes its moments in a second walk, in the
-            eigenbasis of all training data.
+        inverse: a name or an object, for example `nhgd.inverse.EKFAC(damping=1e-3)`. Where `beta` is left at its
+            default, batches do not fade: at one theta all samples count the same. EKFAC takes its moments in a second
+            walk, in the eigenbasis of all training data.
         memory: bytes for gradients of queries and of samples. The scores themselves come on top.
         seed: what dropout is drawn from, if a module is left in training mode.
         progress: a bar on standard error; by default on a terminal only.
@@ -114,8 +114,8 @@ def influence(
     >>> [[round(score, 3) for score in row] for row in found.scores.tolist()]
     [[1.185, 1.185, -2.37]]
 
-    References: P. W. Koh, P. Liang, Understanding black-box predictions via influence functions, 2017; R. Grosse et al.,
-    Studying large language model generalization with influence functions, 2023.
+    References: P. W. Koh, P. Liang, Understanding black-box predictions via influence functions, 2017; R. Grosse et
+    al., Studying large language model generalization with influence functions, 2023.
     """
     check_seed(seed)
     problem.refuse_inference()

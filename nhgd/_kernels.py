@@ -1,4 +1,6 @@
-"""Which kernels modules run on: those that torch can differentiate, once or twice; and which products have a faster form."""
+"""Which kernels modules run on: those that torch can differentiate, once or twice; and which products have a faster
+form.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ TALL = 256  # rows, at least
 
 
 def is_narrow(rows: int, columns: int, dtype: torch.dtype) -> bool:
-    """Whether a product with so few columns takes less time where its long dimension comes last, as with Intel's MKL."""
+    """Whether a product with so few columns takes less time where its long dimension comes last, as with Intel's
+    MKL.
+    """
     known = dtype in (torch.float32, torch.float64) and torch.backends.mkl.is_available()
     return known and rows >= TALL and columns <= NARROW and 4 * columns <= rows
 

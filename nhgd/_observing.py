@@ -54,11 +54,12 @@ def observing(
 
     Args:
         problem: a `Bilevel`; its theta is what the loop trains, by any optimiser. All of theta must require a gradient.
-        inverse: a name or an object, for example `nhgd.inverse.KFAC(damping=1e-3)`. One that learns nothing, such as "cg", is
-            solved by products at the point of the hypergradient.
+        inverse: a name or an object, for example `nhgd.inverse.KFAC(damping=1e-3)`. One that learns nothing, such as
+            "cg", is solved by products at the point of the hypergradient.
         seed: what dropout is drawn from in the hypergradient; a loop draws its own.
-        scaler: the `torch.amp.GradScaler` of the loop, if it has one: `scaler.scale(curvature.inner(batch)).backward()`.
-            Curvature and hypergradients are unscaled, and losses that overflow are not learnt from.
+        scaler: the `torch.amp.GradScaler` of the loop, if it has one:
+            `scaler.scale(curvature.inner(batch)).backward()`. Curvature and hypergradients are unscaled, and losses
+            that overflow are not learnt from.
 
     >>> theta, v = torch.zeros(2, requires_grad=True), torch.tensor(0.0)
     >>> problem = Bilevel(
@@ -83,11 +84,12 @@ class Observer:
     """Curvature learnt from a training loop, and its hypergradients; made by `observing`.
 
     A user's own loss, computed by theta's layers inside the block and differentiated by `backward()`, is observed too,
-    unless `inner` or `observe` is used: it is taken for the mean over samples of weight one, which `stats.notes["assumed"]` says.
-    It is seen through layers only, so all of theta must belong to Linear and Conv2d layers; else use `inner` or `observe`.
+    unless `inner` or `observe` is used: it is taken for the mean over samples of weight one, which
+    `stats.notes["assumed"]` says. It is seen through layers only, so all of theta must belong to Linear and Conv2d
+    layers; else use `inner` or `observe`.
 
-    Every `inner` or `observe` counts once its loss was differentiated: several of them before a step of the optimiser, as in
-    gradient accumulation, are several batches at one theta, and a factor on a loss is none on its curvature.
+    Every `inner` or `observe` counts once its loss was differentiated: several of them before a step of the optimiser,
+    as in gradient accumulation, are several batches at one theta, and a factor on a loss is none on its curvature.
 
     Attributes:
         steps: how many losses were differentiated.
@@ -176,8 +178,8 @@ class Observer:
         """The mean of losses (B,) of the user's own, to be differentiated in theta by `backward()`; no ridge is
         added to it.
 
-        They must have been computed from theta inside the block, one for each sample of a batch. Their mean is taken for the
-        inner objective without its ridge, with weights of one unless `Losses` says otherwise.
+        They must have been computed from theta inside the block, one for each sample of a batch. Their mean is taken
+        for the inner objective without its ridge, with weights of one unless `Losses` says otherwise.
         """
         self._asked = True
         with self._at_work():
@@ -220,8 +222,8 @@ class Observer:
 
         Args:
             outer_batch: where the outer loss is taken.
-            inner_batch: where the cross derivative, and the products of an inverse that needs some, are taken; default: the
-                batch of the last `inner`.
+            inner_batch: where the cross derivative, and the products of an inverse that needs some, are taken; default:
+                the batch of the last `inner`.
         """
         problem, device = self.problem, self.problem.theta.device
         inner = self._last if inner_batch is None else move(one_batch(inner_batch, "inner_batch"), device)

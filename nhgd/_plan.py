@@ -42,12 +42,13 @@ class Plan:
     """What each inverse would need, on this machine as it is now.
 
     Attributes:
-        rows: one dict for each inverse: inverse; bytes (its state, one solve, and the record of a batch, beyond the graph of
-            an inner gradient); milliseconds (of one hypergradient, as `check` measures it: the outer gradient, the solve
-            and the cross derivative; of an iteration that may stop early, all its steps); solve_milliseconds (the solve
-            alone); step_milliseconds (what it adds to each inner step); peak_bytes (all tensors of a run of `nhgd`, or of `aid` for
-            an inverse that learns nothing, when they are most: theta, its gradient, what passes hold and the inverse; an
-            optimiser's own moments come on top; None without a batch); fits (in the memory that is free now); note.
+        rows: one dict for each inverse: inverse; bytes (its state, one solve, and the record of a batch, beyond the
+            graph of an inner gradient); milliseconds (of one hypergradient, as `check` measures it: the outer gradient,
+            the solve and the cross derivative; of an iteration that may stop early, all its steps); solve_milliseconds
+            (the solve alone); step_milliseconds (what it adds to each inner step); peak_bytes (all tensors of a run of
+            `nhgd`, or of `aid` for an inverse that learns nothing, when they are most: theta, its gradient, what passes
+            hold and the inverse; an optimiser's own moments come on top; None without a batch); fits (in the memory
+            that is free now); note.
         dimension: D, the number of inner parameters.
         outer_dimension: the number of outer parameters.
         free_bytes: free memory on theta's device; None if unknown.

@@ -34,7 +34,8 @@ class Prices:
         eigh, eigh_square: of an eigendecomposition, by the cube and by the square of its rows.
         cholesky: of a factorisation, by the cube of its rows.
         half: how much of the time of a multiplication one of bfloat16 or float16 takes.
-        ahead: whether calls are made while the device still works on earlier ones, so that the longer of the two counts.
+        ahead: whether calls are made while the device still works on earlier ones, so that the longer of the two
+            counts.
     """
 
     multiplication: float

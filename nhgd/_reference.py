@@ -107,8 +107,9 @@ class Dense:
 class ByProducts:
     """By preconditioned conjugate gradients; where those meet curvature that is not positive, by minimal residuals.
 
-    The first are begun again from where they stood until the true residual falls no further. The second find a solution with
-    the least residual r, which then lies outside of the range of H, and from there the shortest solution for u - r.
+    The first are begun again from where they stood until the true residual falls no further. The second find a solution
+    with the least residual r, which then lies outside of the range of H, and from there the shortest solution for u -
+    r.
 
     Args:
         steps: products at most, for each of the two.

@@ -28,8 +28,8 @@ class Registry(Mapping[str, type[T]], Generic[T]):
         [project.entry-points."nhgd.inverses"]
         mine = "my_package:MyInverse"
 
-    Entry points are read when a name is not found at home or when all names are listed, not at import. One that cannot be
-    used is left out, with a warning that names its package.
+    Entry points are read when a name is not found at home or when all names are listed, not at import. One that cannot
+    be used is left out, with a warning that names its package.
     """
 
     def __init__(self, kind: str, base: type[T], members: Iterable[object]) -> None:

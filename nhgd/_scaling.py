@@ -1,8 +1,10 @@
-"""Loss scaling: backward passes in float16, whose least numbers would vanish otherwise and whose largest would be infinite.
+"""Loss scaling: backward passes in float16, whose least numbers would vanish otherwise and whose largest would be
+infinite.
 
-A backward pass starts from the losses times a scale, and its results are divided by it in float32, so that nothing outside
-of the pass knows of it. A pass with results that are not finite is not used: the scale is lowered, and the pass is taken again
-from the same losses. Every process may have a scale of its own, because what processes exchange is unscaled.
+A backward pass starts from the losses times a scale, and its results are divided by it in float32, so that nothing
+outside of the pass knows of it. A pass with results that are not finite is not used: the scale is lowered, and the pass
+is taken again from the same losses. Every process may have a scale of its own, because what processes exchange is
+unscaled.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class Scaling:
     Args:
         scaler: says what the scale is, and how it follows from overflows; None, or one that is disabled: 1.
         device: of the passes.
-        grows: whether passes that did not overflow count towards a larger scale; otherwise someone else's loop counts them.
+        grows: whether passes that did not overflow count towards a larger scale; otherwise someone else's loop counts
+            them.
 
     Attributes:
         overflows: passes that were not used.
@@ -154,7 +157,9 @@ class Scaling:
         return tuple(None if g is None else self.unscaled(g) for g in found)
 
     def sized(self, vector: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
-        """A vector in parts, of which a pass of float16 is linear, with entries of at most 1; and what it was divided by."""
+        """A vector in parts, of which a pass of float16 is linear, with entries of at most 1; and what it was divided
+        by.
+        """
         if self.scaler is None:
             return vector, None
         most = torch.stack([part.detach().abs().amax().double() for part in vector if part.numel()]).amax()

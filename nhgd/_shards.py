@@ -1,8 +1,9 @@
-"""The parameters of a module that `torch.distributed.fsdp.fully_shard` divides over ranks, whole while they are trained here.
+"""The parameters of a module that `torch.distributed.fsdp.fully_shard` divides over ranks, whole while they are trained
+here.
 
-Hypergradients are vectors as long as theta, of passes that FSDP's hooks know nothing of. So the parameters are gathered once,
-and every rank computes with all of them on its part of a batch. The optimiser still holds the divided ones: each rank keeps
-the moments of its own part, moves that part, and then all gather the others'.
+Hypergradients are vectors as long as theta, of passes that FSDP's hooks know nothing of. So the parameters are gathered
+once, and every rank computes with all of them on its part of a batch. The optimiser still holds the divided ones: each
+rank keeps the moments of its own part, moves that part, and then all gather the others'.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Shards:
         role: the name used in messages.
 
     Attributes:
-        parts: the divided parameters by name, DTensors; an optimiser holds these. Parameters outside of `fully_shard` are
-            missing.
+        parts: the divided parameters by name, DTensors; an optimiser holds these. Parameters outside of `fully_shard`
+            are missing.
     """
 
     def __init__(self, root: nn.Module, role: str) -> None:

@@ -28,20 +28,23 @@ class Solution:
 
     Attributes:
         v, theta: the objects that were given, trained in place.
-        history: one dict for each outer step: step, seconds, outer_loss, inner_loss, hypergradient_norm, the oracle calls so
-            far, and the metrics; and of the executor: lag (records that the curvature of the solve lacked), largest_lag (the
-            most that were outstanding during the inner loop), inner_seconds, curvature_seconds, waited_seconds, overlap
-            (the part of the curvature's time that the inner loop did not wait for) and bytes_sent.
-        stats: method, steps, seconds, threads (CPU threads that the steps were computed on: one where the largest operation is
-            small, unless OMP_NUM_THREADS, MKL_NUM_THREADS or torch.set_num_threads says how many), oracle calls, poor_solves
-            (outer steps whose linear solve was in trouble), execution; statistics: "of the batch objective" where curvature was
-            learnt from samples that BatchNorm in training mode couples, else None; of `nhgd`, cross: the way in which the cross derivative
-            is taken, how v was seen to enter the inner problem (role, source), the relative difference from the derivative of
-            the gradient's graph on the batch where that was verified, and a note where that graph is needed; compile: whether
-            outer steps were repeated as captured work (taken: "graph" or "eager"), and why in a sentence; scaler: the scale of the losses, and how many passes
-            overflowed and were taken again, or None; and stagnation: a sentence where `run` has got nowhere.
-        result: the name of the stop rule that ended the run: "steps", "budget", "plateau", that of a rule of the caller's, or
-            "stopped" when the caller's own loop or `stop` ended it.
+        history: one dict for each outer step: step, seconds, outer_loss, inner_loss, hypergradient_norm, the oracle
+            calls so far, and the metrics; and of the executor: lag (records that the curvature of the solve lacked),
+            largest_lag (the most that were outstanding during the inner loop), inner_seconds, curvature_seconds,
+            waited_seconds, overlap (the part of the curvature's time that the inner loop did not wait for) and
+            bytes_sent.
+        stats: method, steps, seconds, threads (CPU threads that the steps were computed on: one where the largest
+            operation is small, unless OMP_NUM_THREADS, MKL_NUM_THREADS or torch.set_num_threads says how many), oracle
+            calls, poor_solves (outer steps whose linear solve was in trouble), execution; statistics: "of the batch
+            objective" where curvature was learnt from samples that BatchNorm in training mode couples, else None; of
+            `nhgd`, cross: the way in which the cross derivative is taken, how v was seen to enter the inner problem
+                (role, source), the relative difference from the derivative of
+            the gradient's graph on the batch where that was verified, and a note where that graph is needed; compile:
+            whether outer steps were repeated as captured work (taken: "graph" or "eager"), and why in a sentence;
+            scaler: the scale of the losses, and how many passes overflowed and were taken again, or None; and
+                stagnation: a sentence where `run` has got nowhere.
+        result: the name of the stop rule that ended the run: "steps", "budget", "plateau", that of a rule of the
+            caller's, or "stopped" when the caller's own loop or `stop` ended it.
         metrics: the names of the metrics in the history.
     """
 

@@ -36,8 +36,8 @@ def solved(
 ) -> Like:
     """The current theta, taken as the solution of the inner problem, with its derivative in v.
 
-    A loss of theta and v, of any kind, may be differentiated by `backward()` or `torch.autograd.grad`; v's own tensors get
-    the hypergradient. One backward pass through theta is one linear solve. theta and v must not move before it.
+    A loss of theta and v, of any kind, may be differentiated by `backward()` or `torch.autograd.grad`; v's own tensors
+    get the hypergradient. One backward pass through theta is one linear solve. theta and v must not move before it.
 
     Args:
         problem: a `Bilevel`, with theta at, or near, an inner optimum. All of v's tensors must require a gradient.

@@ -51,27 +51,27 @@ class Solver:
         inner_optimizer, outer_optimizer: any torch optimiser: a class, a factory of parameters, or an instance.
         project: the radius R of the ball theta is kept in, or a function that changes theta in place.
         project_v: the box (low, high) v is kept in, or a function that changes v in place.
-        outer_clip: the largest norm of a hypergradient; longer ones are shortened to it, because one wild estimate would
-            affect the moments of Adam for hundreds of steps.
-        accumulate: micro-batches into which the batch of an inner step is divided, for memory: gradient, curvature and cross
-            derivative are those of the whole batch. `nhgd` and `aid` do so.
-        scaler: a `torch.amp.GradScaler`, for functions under float16 autocast. Backward passes of both levels start from losses
-            times its scale; gradients, curvature and hypergradients are unscaled. A pass that overflows is not used: the
-            scale is lowered and the pass taken again, on the same batch. `stats["scaler"]` counts them.
+        outer_clip: the largest norm of a hypergradient; longer ones are shortened to it, because one wild estimate
+            would affect the moments of Adam for hundreds of steps.
+        accumulate: micro-batches into which the batch of an inner step is divided, for memory: gradient, curvature and
+            cross derivative are those of the whole batch. `nhgd` and `aid` do so.
+        scaler: a `torch.amp.GradScaler`, for functions under float16 autocast. Backward passes of both levels start
+            from losses times its scale; gradients, curvature and hypergradients are unscaled. A pass that overflows is
+            not used: the scale is lowered and the pass taken again, on the same batch. `stats["scaler"]` counts them.
         execution: where curvature is kept up to date: "inline", "thread", "stream", "device" or an executor.
         max_lag: how many records of inner steps may be pending before the inner loop waits.
         seed: of every random number the run draws. The caller's generators are left as they were.
         metrics: (theta, v) -> dict of numbers, added to the history; not part of the time.
         metrics_every: outer steps between two evaluations of the metrics.
         on_step: a function of the row of each outer step, or a list of them; not part of the time (docs/callbacks.md).
-        checkpoint: a folder for checkpoints, from which `Solver.resume` continues an interrupted run bit for bit. A folder
-            that contains an earlier run, or is in use by another, is refused.
-        checkpoint_every: outer steps between two checkpoints, or a time such as "60s"; by default every 30 seconds, and less
-            often if they would take more than 2 % of the time. The end of `run` is always saved, and so is the step during
-            which Ctrl-C was pressed.
+        checkpoint: a folder for checkpoints, from which `Solver.resume` continues an interrupted run bit for bit. A
+            folder that contains an earlier run, or is in use by another, is refused.
+        checkpoint_every: outer steps between two checkpoints, or a time such as "60s"; by default every 30 seconds, and
+            less often if they would take more than 2 % of the time. The end of `run` is always saved, and so is the
+            step during which Ctrl-C was pressed.
         overwrite: whether `checkpoint` may hold an earlier run, which stays until this one first writes.
-        compile: "auto": on a CUDA device outer steps are captured as CUDA graphs and replayed without their Python, where
-            possible; "graph": so too, with a warning if not, and on the CPU as lists of operations; False: never.
+        compile: "auto": on a CUDA device outer steps are captured as CUDA graphs and replayed without their Python,
+            where possible; "graph": so too, with a warning if not, and on the CPU as lists of operations; False: never.
             stats["compile"] says which, and why. The problem's functions must then depend on their arguments only.
 
     >>> import torch
@@ -177,11 +177,13 @@ class Solver:
         """A solver that continues the run of a checkpoint bit for bit.
 
         Its next `run` continues the interrupted one: the steps and the seconds of that count. So
-        `run(steps=1000)` ends where an uninterrupted `run(steps=1000)` would have ended, and `run()` reuses the original stop rules.
+        `run(steps=1000)` ends where an uninterrupted `run(steps=1000)` would have ended, and `run()` reuses the
+        original stop rules.
 
         Args:
             path: the folder that was given as `checkpoint`; it is written to again, unless another is given.
-            problem, inner_data, outer_data: built as they were for that run. theta and v take the values that were kept.
+            problem, inner_data, outer_data: built as they were for that run. theta and v take the values that were
+                kept.
             settings: of the `Solver`. What was kept need not be given again, and may not differ; functions, such as a
                 step size or an optimiser's factory, cannot be kept and must be given.
         """

@@ -4,9 +4,10 @@
     with torch.autocast("cuda"):
         solver.run(steps=100)
 
-The user's functions run under both, as in the user's own loop. Everything else does not: backward passes, statistics and
-solves use the precision and the device of their numbers, and draw from generators of the CPU. torch keeps the casts of parameters until the outermost context ends, whatever
-happens to the parameters meanwhile, so they are dropped at every `Variable.view` of theta and v.
+The user's functions run under both, as in the user's own loop. Everything else does not: backward passes, statistics
+and solves use the precision and the device of their numbers, and draw from generators of the CPU. torch keeps the casts
+of parameters until the outermost context ends, whatever happens to the parameters meanwhile, so they are dropped at
+every `Variable.view` of theta and v.
 """
 
 from __future__ import annotations

@@ -35,20 +35,21 @@ def sweep(
     out: str | Path | None = None,
     progress: bool | None = None,
 ) -> Found:
-    """Search for settings of a method on a task, by the selection metric of the task, which is never taken from test data.
+    """Search for settings of a method on a task, by the selection metric of the task, which is never taken from test
+    data.
 
-    The same call goes on with the trials that are in the storage, up to the number of `trials` in all. Several processes,
-    on one machine or many, may work on one storage at once. It needs Optuna: pip install 'nhgd[sweep]'.
+    The same call goes on with the trials that are in the storage, up to the number of `trials` in all. Several
+    processes, on one machine or many, may work on one storage at once. It needs Optuna: pip install 'nhgd[sweep]'.
 
     Args:
         task: a name, a task with its settings, or a function of a seed, as of `nhgd.bench`.
         method: a name; None: the one that suits the task.
         trials: how many in all; those that were cut off by a kill do not count, and are repeated.
-        storage: any of Optuna's, such as "sqlite:///sweep.db", "postgresql://user@host/database" or "journal:sweep.log";
-            None: a file in `out`, or memory.
+        storage: any of Optuna's, such as "sqlite:///sweep.db", "postgresql://user@host/database" or
+            "journal:sweep.log"; None: a file in `out`, or memory.
         budget: of each run, as of `nhgd.bench`.
-        space: what is searched, by key: (0.01, 1.0, "log") is a range, ["cg", "neumann"] are choices. Default: the step sizes
-            around the task's own, and the damping of a learnt inverse.
+        space: what is searched, by key: (0.01, 1.0, "log") is a range, ["cg", "neumann"] are choices. Default: the step
+            sizes around the task's own, and the damping of a learnt inverse.
         settings: of all trials, as `nhgd run --set` takes them.
         preset: a named set of the task's settings.
         sampler: "tpe", "random" or "grid".

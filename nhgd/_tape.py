@@ -1,8 +1,9 @@
 """What the host does in an outer step whose device work is captured: numbers it makes, numbers it reads, eager
 sections.
 
-A captured step is replayed without its Python. Whatever the host must still do each time goes through this module: drawing
-batches, following step-size schedules, decomposing factors, reading losses. Without a tape each function here acts at once.
+A captured step is replayed without its Python. Whatever the host must still do each time goes through this module:
+drawing batches, following step-size schedules, decomposing factors, reading losses. Without a tape each function here
+acts at once.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Number(float):
     """A number that the host recomputes in each step: the value in the step being captured, and a function for the
     others.
 
-    Sums, products and quotients with it are Numbers too. A tensor would treat it as a constant, so numbers that the device
-    computes with must pass through `on_device` first.
+    Sums, products and quotients with it are Numbers too. A tensor would treat it as a constant, so numbers that the
+    device computes with must pass through `on_device` first.
     """
 
     _now: Callable[[], float]

@@ -1,8 +1,8 @@
 """Products and softmaxes with few columns, taken with the long dimension last.
 
-Intel's MKL and torch's own kernels take half the time for such a product, and a tenth for a softmax over few classes, if the
-long dimension comes last. Results differ by rounding alone, and lie in memory as usual. It is done below autograd, so that
-graphs stay as they are.
+Intel's MKL and torch's own kernels take half the time for such a product, and a tenth for a softmax over few classes,
+if the long dimension comes last. Results differ by rounding alone, and lie in memory as usual. It is done below
+autograd, so that graphs stay as they are.
 """
 
 from __future__ import annotations

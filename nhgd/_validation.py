@@ -1,8 +1,8 @@
 """Validation of settings by their annotations: one check for every class and function that takes settings.
 
-A class of settings inherits from `Validated`, a function is decorated by `validated`. Types are checked first, then what the
-class itself asks of its values; where both would complain, the class's own sentence is the better one and is kept. Numbers
-of NumPy, and tensors that hold one number, become Python's; so do texts of NumPy and of an Enum.
+A class of settings inherits from `Validated`, a function is decorated by `validated`. Types are checked first, then
+what the class itself asks of its values; where both would complain, the class's own sentence is the better one and is
+kept. Numbers of NumPy, and tensors that hold one number, become Python's; so do texts of NumPy and of an Enum.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ class NhgdError(Exception):
 
     Attributes:
         step: the outer step that it ended, if any.
-        checkpoint: which checkpoint is the last good one, as a sentence, where the run was kept. It follows the reason in the
-            message.
+        checkpoint: which checkpoint is the last good one, as a sentence, where the run was kept. It follows the reason
+            in the message.
 
     >>> error = NhgdError("The disk is full.")
     >>> error.checkpoint = "The last good checkpoint is runs/a, outer step 7."

@@ -1,8 +1,8 @@
 """What the model's outputs parametrise, which defines the Fisher matrix in output space.
 
 For a loss l(z) = -log p(y | z) the Fisher matrix of one sample in its outputs z is Lambda = E_y[ dl/dz dl/dz^T ], the
-expectation over the model's own labels. A likelihood gives a root of it, Lambda = sum_k r_k r_k^T, and a random root with
-E[ r r^T ] = Lambda; pulled back through the model they give the exact and the sampled Fisher matrix of theta.
+expectation over the model's own labels. A likelihood gives a root of it, Lambda = sum_k r_k r_k^T, and a random root
+with E[ r r^T ] = Lambda; pulled back through the model they give the exact and the sampled Fisher matrix of theta.
 """
 
 from __future__ import annotations

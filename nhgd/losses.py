@@ -21,9 +21,10 @@ class Losses:
     Args:
         values: the loss of every sample, (B,). A scalar is accepted by the methods that need no per-sample quantity.
         weights: the weight of every sample, (B,), at least 0. None means 1 for all. The batch objective is
-            mean(weights * values), never divided by the sum of the weights. Weights that depend on theta, such as a function
-            of the losses, are differentiated in the gradient and in Hessian products; the Fisher matrix and the GGN
-            take them as constants, whether detached or not: F = mean_i w_i s_i s_i^T with s_i the gradient of the loss.
+            mean(weights * values), never divided by the sum of the weights. Weights that depend on theta, such as a
+            function of the losses, are differentiated in the gradient and in Hessian products; the Fisher matrix and
+            the GGN take them as constants, whether detached or not: F = mean_i w_i s_i s_i^T with s_i the gradient of
+            the loss.
         outputs: the model's outputs, (B, ...), needed by the exact and sampled Fisher matrices alone.
     """
 
@@ -122,10 +123,11 @@ def score_weights(log_probability: Tensor) -> Tensor:
 
         w_i = exp( log p(xi_i; v) - log p(xi_i; v), held constant ) = 1,        dw_i/dv = grad_v log p(xi_i; v)
 
-    Where the samples of a batch are drawn at the current v, the derivative of the inner gradient in v has a second term,
-    E[ grad_theta l (grad_v log p)^T ], because another v draws other samples. Return `Losses(values, weights=score_weights(log_p))`
-    from inner(), with log_p (B,) at the drawn samples, and every method takes it: the cross derivative differentiates weights
-    in v, and nothing else changes. A term that v enters in l itself, or by samples that are functions of v, adds to it.
+    Where the samples of a batch are drawn at the current v, the derivative of the inner gradient in v has a second
+    term, E[ grad_theta l (grad_v log p)^T ], because another v draws other samples. Return
+    `Losses(values, weights=score_weights(log_p))` from inner(), with log_p (B,) at the drawn samples, and every method
+    takes it: the cross derivative differentiates weights in v, and nothing else changes. A term that v enters in l
+    itself, or by samples that are functions of v, adds to it.
 
     The inner data must be drawn anew from the current v: an object whose `__iter__` reads v and draws.
 

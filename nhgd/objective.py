@@ -2,8 +2,8 @@
 
     mean_i( w_i l_i ) + sum( l2 * theta^2 )
 
-An `Objective` has its own seed, so that the same object repeats the same dropout, at any point. It keeps no graph: theta
-and v may move between two calls.
+An `Objective` has its own seed, so that the same object repeats the same dropout, at any point. It keeps no graph:
+theta and v may move between two calls.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class OracleCalls:
 
     One gradient is one backward pass over a batch, with or without a forward pass. So an inner step counts once for its
     gradient, and once for each root of the exact or the sampled Fisher matrix. Rows of parameters that
-    the scores of no module show count once, or once for each root, if they come from a separate pass; once for each sample
-    if their dropout must be that of the inner step. A cross derivative from the scores of an inner step is one product with each layer
-    where a gradient has three: three of them count as one in `cross`, and as nothing else. One that needs a pass,
-    backward or in forward mode, counts as a gradient too. One-time checks of a model do not count. `samples` are those
-    of all inner gradients.
+    the scores of no module show count once, or once for each root, if they come from a separate pass; once for each
+    sample if their dropout must be that of the inner step. A cross derivative from the scores of an inner step is one
+    product with each layer where a gradient has three: three of them count as one in `cross`, and as nothing else. One
+    that needs a pass, backward or in forward mode, counts as a gradient too. One-time checks of a model do not count.
+    `samples` are those of all inner gradients.
     """
 
     inner_gradients: int = 0
@@ -164,8 +164,8 @@ class Objective:
     Args:
         problem: its theta and v are used at their current values.
         batch: the samples.
-        seed: what dropout is drawn from; the same in every answer. None: an inner step draws from the generators as they
-            stand, and everything else from 0.
+        seed: what dropout is drawn from; the same in every answer. None: an inner step draws from the generators as
+            they stand, and everything else from 0.
 
     Attributes:
         samples: of the batch; None until its losses show them.
@@ -339,8 +339,8 @@ class Objective:
     def ggn(self, vector: Tensor) -> Tensor:
         """The term of the generalised Gauss-Newton matrix times a vector (D,), without the ridge.
 
-        (1/B) sum_i w_i J_i^T (d2 l_i / d z_i^2) J_i x, with z the model's outputs and the curvature in z taken from the loss
-        itself. It never has negative curvature when the loss is convex in z.
+        (1/B) sum_i w_i J_i^T (d2 l_i / d z_i^2) J_i x, with z the model's outputs and the curvature in z taken from the
+        loss itself. It never has negative curvature when the loss is convex in z.
         """
         theta = self.problem.theta
         with self.drawing(), torch.enable_grad():

@@ -1,7 +1,7 @@
 """Where derivatives are taken: a point (theta, v) with the batches that define the objective there.
 
-An `Oracle` answers the questions a linear solve may ask (Hessian products, the outer gradient, the cross derivative) and
-counts the answers. It never forms a D x D array unless asked for `dense()`.
+An `Oracle` answers the questions a linear solve may ask (Hessian products, the outer gradient, the cross derivative)
+and counts the answers. It never forms a D x D array unless asked for `dense()`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Oracle:
         seed: dropout is drawn from it, the same in every product of one batch.
         calls: counters to add to; default: new ones.
 
-    Objectives that evaluate only some samples of their batches sum their results: all answers are those on whole batches.
+    Objectives that evaluate only some samples of their batches sum their results: all answers are those on whole
+    batches.
     """
 
     def __init__(
@@ -149,7 +150,9 @@ class Oracle:
 
     @torch.no_grad()
     def outer_loss(self, theta: Sequence[Tensor] | None = None) -> Tensor:
-        """The outer loss alone, here or at another theta, one tensor a leaf, for the record: no derivative and no count."""
+        """The outer loss alone, here or at another theta, one tensor a leaf, for the record: no derivative and no
+        count.
+        """
         with self._outer.drawing():
             value = self._outer.term(theta)
         return self._outer.summed([value])[0]
@@ -249,7 +252,8 @@ class Oracle:
     def hvps(self, vectors: Tensor) -> Tensor:
         """`hvp` of every row of (m, D): one forward pass and one vectorised backward pass for each batch.
 
-        Rows are taken one by one where the vectorised pass fails: an operation may not support it, or memory may run out.
+        Rows are taken one by one where the vectorised pass fails: an operation may not support it, or memory may run
+        out.
         """
         theta = self.problem.theta
         total = torch.zeros_like(vectors)
@@ -291,8 +295,8 @@ class Oracle:
     def live_gradient(self) -> tuple[Tensor, list[Tensor]]:
         """The inner loss and its gradient, one tensor a leaf, as an inner step takes them: buffers follow.
 
-        With one batch the products taken afterwards share its graph, so that a method whose inner step, Hessian product and
-        cross product fall on one point pays for one forward pass.
+        With one batch the products taken afterwards share its graph, so that a method whose inner step, Hessian product
+        and cross product fall on one point pays for one forward pass.
         """
         theta = self.problem.theta
         value = torch.zeros((), dtype=theta.dtype, device=theta.device)

@@ -1,8 +1,9 @@
 """The settings of the paper's experiments, method by method.
 
-One table holds every number the paper prints for its three image experiments, in its own symbols. What it leaves open is
-listed in `OPEN`, with the choice made here. Of its fourth experiment, the control of a heated plate, it prints the points and
-the networks and not one setting of an optimiser: `PDE.preset("paper")` has the former, and the latter of our own.
+One table holds every number the paper prints for its three image experiments, in its own symbols. What it leaves open
+is listed in `OPEN`, with the choice made here. Of its fourth experiment, the control of a heated plate, it prints the
+points and the networks and not one setting of an optimiser: `PDE.preset("paper")` has the former, and the latter of our
+own.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ TABLE: Mapping[str, Mapping[str, PaperRow]] = {
         "aid-cg-10": PaperRow(eta=0.001, alpha=0.001, M=1, K=10),
         "aid-cg-40": PaperRow(eta=0.001, alpha=0.001, M=1, K=40),
     },
-    # Fashion-MNIST, n = 100 images a class, D = 128; its ridge is not given, that of n = 5: Distillation.preset("paper-100").
+    # Fashion-MNIST, n = 100 images a class, D = 128; its ridge is not given, that of n = 5:
+    # Distillation.preset("paper-100").
     "distillation-100": {
         "nhgd-paper": PaperRow(eta=1.0, alpha=0.5, M=5, beta=0.99),
         "stocbio": PaperRow(eta=1.0, alpha=1.0, B=5, phi=0.01, mu=1e-4, K=10),  # K: open

@@ -36,8 +36,9 @@ from nhgd.schedule import Learnt
 from nhgd.variable import Given, Variable
 
 LARGEST = sys.float_info.max
-# Parameters beyond which what a pass shows of the model, or of curvature now and then, is asked of a few samples: there a pass
-# over a batch costs more than all that is around it, and a second derivative of it more memory than the inner steps.
+# Parameters beyond which what a pass shows of the model, or of curvature now and then, is asked of a few samples: there
+# a pass over a batch costs more than all that is around it, and a second derivative of it more memory than the inner
+# steps.
 LARGE = 2**20
 FEW = 4
 Gradients: TypeAlias = "Sequence[Tensor | None]"
@@ -58,8 +59,8 @@ class Bilevel:
         l2: the ridge: a number, or a function of v that returns a scalar or one tensor a parameter (a Tensor for a
             Tensor theta, else a dict by parameter name; each broadcasts to its parameter). The inner objective gains
             sum(l2 * theta^2), biases included.
-        likelihood: what `Losses.outputs` parametrise: "categorical", "bernoulli", "gaussian", or an object of a subclass of
-            `nhgd.likelihood.AbstractLikelihood`. Needed by the exact and sampled Fisher matrices alone.
+        likelihood: what `Losses.outputs` parametrise: "categorical", "bernoulli", "gaussian", or an object of a
+            subclass of `nhgd.likelihood.AbstractLikelihood`. Needed by the exact and sampled Fisher matrices alone.
 
     >>> x, y = torch.randn(8, 2), torch.randn(8)
     >>> problem = Bilevel(
@@ -263,10 +264,10 @@ class Bilevel:
     def guarded(self, seed: int | None = None, live: bool = False, twice: bool = True) -> Iterator[None]:
         """The context of every pass other than an inner step.
 
-        Buffers and training flags stay as they were, unless the pass is `live`: one that is an inner step as well. With a
-        seed, dropout is drawn from it and the caller's generators are left alone, so that the same pass can be replayed.
-        Compiled modules run uncompiled; attention and recurrent layers run on kernels that can be differentiated twice, unless
-        the pass is differentiated once at most and says so.
+        Buffers and training flags stay as they were, unless the pass is `live`: one that is an inner step as well. With
+        a seed, dropout is drawn from it and the caller's generators are left alone, so that the same pass can be
+        replayed. Compiled modules run uncompiled; attention and recurrent layers run on kernels that can be
+        differentiated twice, unless the pass is differentiated once at most and says so.
         """
         with ExitStack() as stack:
             if not live:
@@ -292,7 +293,9 @@ class Bilevel:
 
     @contextmanager
     def scaled(self, scaler: GradScaler | None) -> Iterator[None]:
-        """A context whose backward passes are scaled, if there is a scaler. It falls where passes overflow, and never grows."""
+        """A context whose backward passes are scaled, if there is a scaler. It falls where passes overflow, and never
+        grows.
+        """
         before = self.scaling
         self.scaling = before if scaler is None else Scaling(scaler, self.theta.device, grows=False)
         try:

@@ -2,11 +2,11 @@
 
 Scale. With the objective mean_i( w_i l_i ) the empirical Fisher matrix is F = mean_i w_i s_i s_i^T, where s_i is the
 gradient of l_i. All records hold rows that satisfy F = (1/B) rows^T rows, the ridge left out. For the exact and the
-sampled Fisher matrix s_i s_i^T becomes sum_k s_ik s_ik^T with s_ik = J_i^T r_ik, the roots r_ik of the likelihood pulled
-back by K further backward passes; a record then holds K rows for each sample.
+sampled Fisher matrix s_i s_i^T becomes sum_k s_ik s_ik^T with s_ik = J_i^T r_ik, the roots r_ik of the likelihood
+pulled back by K further backward passes; a record then holds K rows for each sample.
 
-A record may cover only some samples of a batch, with the rest on other workers. Its `reduction` then turns means over these
-samples into means over the batch. An inverse that takes all its means by `batch_mean` need not know more.
+A record may cover only some samples of a batch, with the rest on other workers. Its `reduction` then turns means over
+these samples into means over the batch. An inverse that takes all its means by `batch_mean` need not know more.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class BatchGradient:
     """The mean gradient of one batch as one row.
 
     `row` (D,) is sqrt(B / w) times the gradient without the ridge, so that its outer product estimates F near an inner
-    optimum; `raw` (D,) is the gradient as the optimiser saw it, ridge included and unscaled. A record of kind "batch" has
-    `row` alone, which needs equal weights; one of kind "raw" has `raw`, whatever the weights.
+    optimum; `raw` (D,) is the gradient as the optimiser saw it, ridge included and unscaled. A record of kind "batch"
+    has `row` alone, which needs equal weights; one of kind "raw" has `raw`, whatever the weights.
     """
 
     row: Tensor | None
@@ -188,7 +188,9 @@ class LayerRecord:
 
     @property
     def origin(self) -> Hashable:
-        """What is the same for layers that were given the same tensors, and so have the same inputs, while they are held."""
+        """What is the same for layers that were given the same tensors, and so have the same inputs, while they are
+        held.
+        """
         memory = tuple((x.data_ptr(), x.shape, x.stride(), x.dtype) for x in self.raw_inputs)
         return memory, self.bias is not None, self.convolution
 

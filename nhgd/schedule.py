@@ -94,16 +94,16 @@ class Power(Schedule):
 
         lr_k = lr (offset / (k + offset))^power,     lr / (k + 1)^power for the default offset of 1
 
-    A power of 0 is a constant step. Of c_in and c_out, which the single-loop papers tune, each is the power of one level.
-    The larger the offset, the longer the step stays near lr.
+    A power of 0 is a constant step. Of c_in and c_out, which the single-loop papers tune, each is the power of one
+    level. The larger the offset, the longer the step stays near lr.
 
     >>> Power(1.0, 0.5).rate(Clock(k=3)), Power(1.0, 1.0, offset=10).rate(Clock(k=10))
     (0.5, 0.5)
 
     References: M. Hong, H.-T. Wai, Z. Wang, Z. Yang, A two-timescale stochastic algorithm framework for bilevel
     optimization, 2023, theorem 1 (powers 3/5 outside and 2/5 inside); M. Dagreou, P. Ablin, S. Vaiter, T. Moreau, A
-    framework for bilevel optimization that enables stochastic and global variance reduction algorithms, 2022, theorems 1
-    and 2 (1/2 for both).
+    framework for bilevel optimization that enables stochastic and global variance reduction algorithms, 2022, theorems
+    1 and 2 (1/2 for both).
     """
 
     lr: float
@@ -173,9 +173,9 @@ class Learnt(Validated):
 
         theta_{t+1} = theta_t - function(v) grad_theta l(v, theta_t),      d/dv through both factors
 
-    The hypergradient knows no more than the inner steps of one outer step. Where theta continues from one outer step to the
-    next, it favours step sizes that pay within that time. `ITD(warm_start=False)` begins each inner loop at the first theta,
-    so that the step size is learnt for a whole training run.
+    The hypergradient knows no more than the inner steps of one outer step. Where theta continues from one outer step to
+    the next, it favours step sizes that pay within that time. `ITD(warm_start=False)` begins each inner loop at the
+    first theta, so that the step size is learnt for a whole training run.
 
     Args:
         function: of v, as the problem's functions receive it, with a result above 0 and one element, such as

@@ -1,7 +1,7 @@
 """When a run ends: one small class for each stop rule.
 
-`Solver.run(steps=1000, budget="60s", plateau=50)` makes the rules of this file; `Solver.run(stop=[MyRule(...)])` adds others. The
-run ends when the first of them holds, and `Solution.result` is the name of that one.
+`Solver.run(steps=1000, budget="60s", plateau=50)` makes the rules of this file; `Solver.run(stop=[MyRule(...)])` adds
+others. The run ends when the first of them holds, and `Solution.result` is the name of that one.
 """
 
 from __future__ import annotations

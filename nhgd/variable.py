@@ -27,9 +27,9 @@ class Variable:
     """theta or v: its trainable leaves, in a fixed order, and the conversion back to what the user gave.
 
     Args:
-        given: a tensor, a dict of tensors or a module. Parameters of a module that do not require a gradient are frozen.
-            In a dict where some tensors require a gradient and some do not, the latter are frozen; where none does, all
-            floating-point tensors are trained. Training happens in place.
+        given: a tensor, a dict of tensors or a module. Parameters of a module that do not require a gradient are
+            frozen. In a dict where some tensors require a gradient and some do not, the latter are frozen; where none
+            does, all floating-point tensors are trained. Training happens in place.
         role: the name used in messages.
 
     >>> theta = Variable({"w": torch.zeros(2, 3), "b": torch.zeros(3)}, "theta")
@@ -206,7 +206,8 @@ class Variable:
     def nearby(self, part: float = 0.1) -> Iterator[None]:
         """A context in which every entry is moved by a part of its size, so that nothing is zero by accident or design.
 
-        Signs stay, because a variance or a rate is positive. A zero moves by a part of the others' size. The leaves are the same objects, in backward passes too, and get their own memory back. Draws from torch's generator.
+        Signs stay, because a variance or a rate is positive. A zero moves by a part of the others' size. The leaves are
+        the same objects, in backward passes too, and get their own memory back. Draws from torch's generator.
         """
         kept = [leaf.data for leaf in self.leaves]
         try:
@@ -326,7 +327,9 @@ class Variable:
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """a . b in float64. Of long vectors, copies in float64 would take twice their memory: the products are rounded there."""
+    """a . b in float64. Of long vectors, copies in float64 would take twice their memory: the products are rounded
+    there.
+    """
     if len(a) <= PIECE:
         return a.double().dot(b.double())
     if a is b:

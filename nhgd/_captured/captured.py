@@ -50,13 +50,13 @@ class CompileWarning(UserWarning):
 class Captured:
     """Takes outer steps by replaying captured ones of the same signature.
 
-    The first steps run eagerly. Then a step is rehearsed: it runs eagerly while a tape notes what the host does. Its Python runs
-    once more from the same start, this time under capture. The captured work is launched from that start and must arrive where
-    the eager step did. After two such comparisons the step is replayed, and it is compared again now and then, because the
-    functions of a problem may depend on more than their arguments.
+    The first steps run eagerly. Then a step is rehearsed: it runs eagerly while a tape notes what the host does. Its
+    Python runs once more from the same start, this time under capture. The captured work is launched from that start
+    and must arrive where the eager step did. After two such comparisons the step is replayed, and it is compared again
+    now and then, because the functions of a problem may depend on more than their arguments.
 
-    The step number can change which work a step does: which inner steps are recorded, whether factors are decomposed, how
-    large the batches are. Each such signature has a captured step of its own.
+    The step number can change which work a step does: which inner steps are recorded, whether factors are decomposed,
+    how large the batches are. Each such signature has a captured step of its own.
 
     Args:
         mode: "auto", "graph" or False, as for the solver.
@@ -87,7 +87,8 @@ class Captured:
         self._draws: tuple[int, int] | None = None  # batches of a step, inner and outer
         self._loop: Loop | None = None
 
-    # -- report ----------------------------------------------------------------------------------------------------------------
+    # -- report
+    # ----------------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """How steps were taken, and why, in a sentence."""
@@ -124,7 +125,7 @@ class Captured:
         self._discard()
         self._eager_steps = 0
 
-    # -- steps -----------------------------------------------------------------------------------------------------------------
+    # -- steps
 
     @property
     def active(self) -> bool:
@@ -258,7 +259,8 @@ class Captured:
         sizes = self._draws[0] if loop.inner.pads else loop.inner.sizes(self._draws[0])
         return sizes, loop.outer.sizes(self._draws[1]), learnt, measured
 
-    # -- capturing -------------------------------------------------------------------------------------------------------------
+    # -- capturing
+    # -------------------------------------------------------------------------------------------------------------
 
     def _rehearse(self, algorithm: AbstractAlgorithm, progress: Progress) -> StepInfo:
         """Take a step eagerly with its host noted, and capture it or compare it with the captured one."""

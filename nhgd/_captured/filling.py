@@ -14,8 +14,8 @@ from nhgd.data.loader import Data
 def can_fill(algorithm: AbstractAlgorithm, loop: Loop) -> bool:
     """Whether a batch that is filled up with samples of no weight has the objective of those that count.
 
-    It has where the losses of samples do not depend on each other, which the derivatives of one such batch show, at a point
-    near theta that has no symmetry. An inverse in which every sample counts the same would count them too.
+    It has where the losses of samples do not depend on each other, which the derivatives of one such batch show, at a
+    point near theta that has no symmetry. An inverse in which every sample counts the same would count them too.
     """
     stream, source, problem = loop.inner, loop.inner.source, loop.problem
     if not isinstance(source, Data) or stream.is_constant or source.samples % source.batch == 0:

@@ -1,9 +1,9 @@
 """Operations of captured steps that the CPU does faster in another form, with results that are equal to rounding.
 
-A layer with few outputs is a product of a tall matrix with a narrow one, and a softmax over few classes a sum over short rows.
-Intel's MKL and torch's own kernels take about half the time, or a tenth, where the long dimension comes last. Two products with
-the same tall matrix, as of a layer's weight and of the vector along which a cross derivative is taken, read it once if they
-are one product.
+A layer with few outputs is a product of a tall matrix with a narrow one, and a softmax over few classes a sum over
+short rows. Intel's MKL and torch's own kernels take about half the time, or a tenth, where the long dimension comes
+last. Two products with the same tall matrix, as of a layer's weight and of the vector along which a cross derivative is
+taken, read it once if they are one product.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""How work on the CPU is captured: as a list of torch operations on fixed memory, without autograd and without Python between them.
+"""How work on the CPU is captured: as a list of torch operations on fixed memory, without autograd and without Python
+between them.
 
-A step is noted below autograd, where it is a straight line of operations: backward passes have become operations like any
-other. Those that only make views, and those whose results nobody reads, are left out. Every other one is called again with
-the same arguments; its result goes to fixed memory, by its own `out=` form where it has one. Memory that is needed inside the
-segment alone is shared by results that are not needed at the same time.
+A step is noted below autograd, where it is a straight line of operations: backward passes have become operations like
+any other. Those that only make views, and those whose results nobody reads, are left out. Every other one is called
+again with the same arguments; its result goes to fixed memory, by its own `out=` form where it has one. Memory that is
+needed inside the segment alone is shared by results that are not needed at the same time.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ DEPTH = 16  # steps that are launched before their numbers are read
 class Arena:
     """Memory on the device for the numbers and indices of a step, with staging memory on the host.
 
-    Each pending step has a staging row of its own, because its transfer may not have finished when the host prepares the next.
+    Each pending step has a staging row of its own, because its transfer may not have finished when the host prepares
+    the next.
     """
 
     def __init__(self, numbers: int, indices: int, device: torch.device) -> None:
@@ -58,7 +59,8 @@ class Arena:
 class Script(Tape):
     """Captures a step after its rehearsal, and replays it.
 
-    During capture nothing runs on the device: numbers, indices and the results of eager sections are those of the rehearsal.
+    During capture nothing runs on the device: numbers, indices and the results of eager sections are those of the
+    rehearsal.
     """
 
     def __init__(self, rehearsal: Rehearsal, capture: AbstractCapture) -> None:
@@ -87,7 +89,8 @@ class Script(Tape):
         self._values: Tensor | None = None  # of the readings, after a step
         self._rows = torch.zeros(DEPTH, len(rehearsal.readings), dtype=torch.float64, pin_memory=device.type == "cuda")
 
-    # -- capture ---------------------------------------------------------------------------------------------------------------
+    # -- capture
+    # ---------------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Open the first segment."""
@@ -233,7 +236,8 @@ class Script(Tape):
         self.lines.append(lambda row: self._host_values.append(make()))
         return HostValue(self._host_value_count - 1)
 
-    # -- replay ---------------------------------------------------------------------------------------------------------------
+    # -- replay
+    # ---------------------------------------------------------------------------------------------------------------
 
     def rehearsed(self, rehearsal: Rehearsal) -> None:
         """Run the captured work with the host numbers and eager results of a rehearsal."""

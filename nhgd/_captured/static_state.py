@@ -102,8 +102,8 @@ class StaticState:
     def settle(self, rebind: bool = True) -> bool:
         """Copy the states that a step has left back to their fixed addresses. False if their form has changed.
 
-        rebind: let the states hold those tensors. Without it they stay as they are, because eager sections of a captured step
-        may refer to them.
+        rebind: let the states hold those tensors. Without it they stay as they are, because eager sections of a
+        captured step may refer to them.
         """
         found = [p for p in self._places() if isinstance(p.value, Tensor)]
         if {p.path: (p.value.shape, p.value.dtype) for p in found} != {

@@ -119,7 +119,8 @@ def for_run(
 def check_early(task: AbstractTask, method: str | AbstractAlgorithm | None, changes: Mapping[str, str]) -> None:
     """Refuse, before a task is built, which may take minutes, a method or a change that would be refused after it.
 
-    Which method and which inverse a task chooses by itself is known only then; so a change passes that any of them takes.
+    Which method and which inverse a task chooses by itself is known only then; so a change passes that any of them
+    takes.
     """
     methods = ALGORITHMS if method is None else (method,)
     bases = [resolve_method(name) for name in methods]

@@ -1,4 +1,5 @@
-"""Which parameters layers account for: whether a layer's inputs and scores give the whole gradient of its weight and bias.
+"""Which parameters layers account for: whether a layer's inputs and scores give the whole gradient of its weight and
+bias.
 
 They do if the layer is called and its weight is used nowhere else. The autograd graph shows this: it is walked from the
 losses to the parameters at each record, because control flow may change from batch to batch. The walk skips a call of a
@@ -79,8 +80,8 @@ class Call(LayerCall):
 
 
 def shared_inputs(calls: Sequence[LayerCall]) -> list[int]:
-    """For each call the position of the first one that was given the same tensor in the same way, as attention's separate
-    projections are.
+    """For each call the position of the first one that was given the same tensor in the same way, as attention's
+    separate projections are.
 
     A tensor is known by where the graph made it, or by its memory where no graph did.
     """
@@ -95,8 +96,8 @@ def shared_inputs(calls: Sequence[LayerCall]) -> list[int]:
 
 
 class Graph(NamedTuple):
-    """How often each parameter is used outside calls of plain layers, a mark of the graph's form, and the nodes that use
-    what some calls gave.
+    """How often each parameter is used outside calls of plain layers, a mark of the graph's form, and the nodes that
+    use what some calls gave.
     """
 
     uses: Counter[str]
@@ -114,8 +115,8 @@ def held(module: nn.Module, name: str) -> Tensor | None:
 def as_saved(given: Tensor, output: Tensor) -> Tensor:
     """The input of a plain Linear or Conv2d, as its backward pass holds it: under autocast a copy in fewer digits.
 
-    Held beside that copy, the original would take twice as much again. It is kept where hooks of saved tensors, such as those of
-    activation checkpointing, would have to make the copy first.
+    Held beside that copy, the original would take twice as much again. It is kept where hooks of saved tensors, such as
+    those of activation checkpointing, would have to make the copy first.
     """
     node: Any = output.grad_fn
     if output.dtype == given.dtype or node is None or torch._C._autograd._top_saved_tensors_default_hooks(False):

@@ -1,7 +1,8 @@
-"""Calls of modules that hold parameters outside of Linear and Conv2d: norms, embeddings, other convolutions, scales, adapters.
+"""Calls of modules that hold parameters outside of Linear and Conv2d: norms, embeddings, other convolutions, scales,
+adapters.
 
-The backward pass of an inner step shows the score of every sample at a module's output. With the input, that gives what each
-sample adds to the gradient of the module's parameters, by work on this module alone:
+The backward pass of an inner step shows the score of every sample at a module's output. With the input, that gives what
+each sample adds to the gradient of the module's parameters, by work on this module alone:
 
     LayerNorm, RMSNorm, GroupNorm    sum_t g_it n_it and sum_t g_it, n the normalised input
     Embedding                        g_it, added at the row of each token
@@ -198,7 +199,9 @@ class LeafCall:
         return F.group_norm(x, module.num_groups, eps=module.eps)
 
     def _as_affine(self, part: Tensor, like: Tensor) -> Tensor:
-        """A weight or bias as it is multiplied with the output: the channels of a GroupNorm are the second dimension."""
+        """A weight or bias as it is multiplied with the output: the channels of a GroupNorm are the second
+        dimension.
+        """
         return part.reshape(-1, *[1] * (like.ndim - 2)) if isinstance(self.module, nn.GroupNorm) else part
 
     def _of_norm(self, score: Tensor) -> dict[str, Tensor]:

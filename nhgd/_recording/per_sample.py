@@ -26,8 +26,8 @@ class OneSampleGradients:
     time, the loss of a sample alone is compared with its loss in the batch: where samples influence each other, the
     gradient of one sample is not defined.
 
-    That is a second forward pass. Where the rows must be those of the first, because dropout was drawn in it, `from_graph`
-    takes them from its graph, by a backward pass for each sample.
+    That is a second forward pass. Where the rows must be those of the first, because dropout was drawn in it,
+    `from_graph` takes them from its graph, by a backward pass for each sample.
 
     Attributes:
         slow: whether vmap could not follow.
@@ -100,7 +100,8 @@ class OneSampleGradients:
         """How the loss of the first or last sample changes if it is alone or among copies of itself; None if it does
         not.
 
-        This is asked at a theta nearby: where losses vanish, as at a perfect fit, there would be nothing to see but rounding.
+        This is asked at a theta nearby: where losses vanish, as at a perfect fit, there would be nothing to see but
+        rounding.
         """
         samples, theta = _samples(batch), self.problem.theta
         before = state_bytes(theta.device)

@@ -17,8 +17,8 @@ TOGETHER = 64  # samples whose passes are vectorised
 class QueryGradients:
     """Evaluates the outer function on batches of one sample, several of them at once through torch.func.vmap.
 
-    Where vmap cannot follow the outer function, each sample has a pass of its own. A batch that does not show its samples
-    is a single query.
+    Where vmap cannot follow the outer function, each sample has a pass of its own. A batch that does not show its
+    samples is a single query.
     """
 
     def __init__(self, problem: Bilevel) -> None:

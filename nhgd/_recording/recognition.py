@@ -25,8 +25,9 @@ class Recognition:
     """How v enters the inner problem, as far as one batch has shown.
 
     Attributes:
-        role: of v: it gives the "weights" of samples, and perhaps the ridge; the "ridge" alone; "none" of both, nor anything
-            else; or "other": it enters the losses themselves, or only the graph of the gradient tells the cross derivative.
+        role: of v: it gives the "weights" of samples, and perhaps the ridge; the "ridge" alone; "none" of both, nor
+            anything else; or "other": it enters the losses themselves, or only the graph of the gradient tells the
+            cross derivative.
         source: where <s_i, x> came from.
         difference: of the cross derivative from that of the gradient's graph, relative, along a random vector.
         note: why that graph is needed, if it is.

@@ -173,8 +173,8 @@ class Recorder(Tap):
     ) -> Arrivals | None:
         """The calls whose scores are used where they arrive in the pass that gives the gradient; None: all are held.
 
-        They are held in steps that are captured, if the code of some module is unknown, if one layer is called several times,
-        and if a record takes whole inputs and scores.
+        They are held in steps that are captured, if the code of some module is unknown, if one layer is called several
+        times, and if a record takes whole inputs and scores.
         """
         if tape.tape() is not None or not found.is_plain or self._constant(found) is not None:
             return None
@@ -279,7 +279,8 @@ class Recorder(Tap):
     def _constant(self, found: TappedPass) -> Tensor | None:
         """What to take scores of if not the mean loss: the mean with constant weights, if they depend on theta.
 
-        In the batch objective a sample's score is not its weight times something, so the roots of the weights are put in.
+        In the batch objective a sample's score is not its weight times something, so the roots of the weights are put
+        in.
         """
         losses, weights = found.losses, found.losses.weights
         if self._takes_roots(found) and self.verification.likely:

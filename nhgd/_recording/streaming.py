@@ -1,8 +1,8 @@
 """Scores that are used where they arrive in the backward pass, and dropped: nothing is held for the whole model.
 
-A function in front of each layer's node of the graph sees the score of every sample just before the layer's own backward pass
-runs, while its input is there anyway. What is wanted of the two is made then and there: a part of a record, and the part of
-<s_i, x> that belongs to the layer.
+A function in front of each layer's node of the graph sees the score of every sample just before the layer's own
+backward pass runs, while its input is there anyway. What is wanted of the two is made then and there: a part of a
+record, and the part of <s_i, x> that belongs to the layer.
 """
 
 from __future__ import annotations
@@ -131,8 +131,9 @@ class LayerParts:
 def product(call: LayerCall, score: Tensor, along: Mapping[str, Tensor]) -> Tensor:
     """sum_t <score_it, X a_it + x_b> of every sample, (B,), for a layer.
 
-    Outputs and scores of few digits, as under autocast, are multiplied with X in as few, on the units made for that; the sum is
-    at least of float32. Of a Linear that has more outputs than inputs, X^T score_it is multiplied with a_it instead.
+    Outputs and scores of few digits, as under autocast, are multiplied with X in as few, on the units made for that;
+    the sum is at least of float32. Of a Linear that has more outputs than inputs, X^T score_it is multiplied with a_it
+    instead.
     """
     a, given = call.input, call.placed(score)
     wide = torch.promote_types(torch.promote_types(a.dtype, given.dtype), torch.float32)

@@ -1,9 +1,9 @@
 """The layers an inner step goes through: hooks on the forward pass, scores from the backward pass, and records of both.
 
-This is the only place where modules have hooks. They live for one forward pass: one hook notes the input of every Linear and
-Conv2d whose weight belongs to theta, and the place in the autograd graph where its output was made, so that the same backward
-pass that gives the gradient also gives the score of every sample at every layer. Noting the place in the graph instead of
-the output tensor keeps in-place activations harmless.
+This is the only place where modules have hooks. They live for one forward pass: one hook notes the input of every
+Linear and Conv2d whose weight belongs to theta, and the place in the autograd graph where its output was made, so that
+the same backward pass that gives the gradient also gives the score of every sample at every layer. Noting the place in
+the graph instead of the output tensor keeps in-place activations harmless.
 """
 
 from __future__ import annotations
@@ -224,7 +224,8 @@ class Taps:
     @contextmanager
     def noting(self) -> Iterator[list[Call | NormCall | LeafCall]]:
         """Note every call of a Linear or Conv2d that holds a parameter of theta, of a BatchNorm, and of other modules
-        with parameters of their own, inside this block alone; as well as `F.linear` on a parameter, as attention uses it.
+        with parameters of their own, inside this block alone; as well as `F.linear` on a parameter, as attention uses
+        it.
 
         The block is the forward pass and no more: activation checkpointing calls modules again in the backward pass.
         """
@@ -362,8 +363,8 @@ class Taps:
 def _made(output: Tensor) -> Tensor:
     """The tensor that an operation made.
 
-    On sequences the output of a layer is a view of a matrix, and an in-place activation replaces the view's place in the
-    graph, but not the matrix's.
+    On sequences the output of a layer is a view of a matrix, and an in-place activation replaces the view's place in
+    the graph, but not the matrix's.
     """
     base = output._base
     return base if base is not None and base.numel() == output.numel() and output.is_contiguous() else output

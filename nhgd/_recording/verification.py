@@ -1,7 +1,8 @@
 """The checks of records: at every new form of the graph, and now and then later.
 
-At a theta nearby, where nothing is zero by accident, samples must not influence each other, and the scores of a layer must add
-up to its gradient; a layer whose scores do not is not recorded as one. Nothing of that draws from the run's random numbers.
+At a theta nearby, where nothing is zero by accident, samples must not influence each other, and the scores of a layer
+must add up to its gradient; a layer whose scores do not is not recorded as one. Nothing of that draws from the run's
+random numbers.
 """
 
 from __future__ import annotations

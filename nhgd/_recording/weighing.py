@@ -76,8 +76,8 @@ class Weighing:
     ) -> Callable[[Tensor], tuple[list[Tensor], Source]]:
         """The pass over a batch, for the cross derivative, transposed, times any x: one tensor for each leaf of v.
 
-        What is returned, ridge included, is of the theta where the pass was taken; with it, where <s_i, x> came from. A pass
-        that is not taken `at_once`, but when x is known, holds no scores.
+        What is returned, ridge included, is of the theta where the pass was taken; with it, where <s_i, x> came from. A
+        pass that is not taken `at_once`, but when x is known, holds no scores.
         """
         problem = self.problem
         tap = CrossTap(self, None, recording=False)
@@ -175,8 +175,8 @@ class Weighing:
     def seeded(self, losses: Losses) -> tuple[Losses, Tensor | None]:
         """Seeds w_i / B of a backward pass that shows the gradient of every sample, if v only weighs samples.
 
-        A weight of 0 would hide the gradient of its sample, which must be able to come back. So a weight that is nothing
-        beside the largest is replaced by one that is almost nothing; in the losses returned it is 0.
+        A weight of 0 would hide the gradient of its sample, which must be able to come back. So a weight that is
+        nothing beside the largest is replaced by one that is almost nothing; in the losses returned it is 0.
         """
         if losses.weights is None or not losses.per_sample or not self.holds(losses):
             return losses, None

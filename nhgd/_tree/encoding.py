@@ -1,6 +1,6 @@
 """Trees as JSON and a dict of tensors, and back.
 
-    None, true, 1, 0.5, "text"         as they are              {"float": "inf"}              what JSON has no number for
+    None, true, 1, 0.5, "text"         as they are              {"float": "inf"}             what JSON has no number for
     [...]                              a list                   {"tuple": [...]}              a tuple
     {"map": {name: ...}}               a dict of strings        {"dict": [[key, item], ...]}  any other dict
     {"named": class, "items": [...]}   a named tuple            {"class": class, "fields": {name: ...}}    a dataclass
@@ -8,8 +8,8 @@
     {"dtype": name}, {"optimiser": name}   of torch             {"opaque": what}              noted, but not held
     {"slot": "tensor"}                 where a tensor goes
 
-The name of a class is only ever compared with the classes that the reader expects: nothing is imported, called or looked up by
-a name that stands in the JSON.
+The name of a class is only ever compared with the classes that the reader expects: nothing is imported, called or
+looked up by a name that stands in the JSON.
 """
 
 from __future__ import annotations

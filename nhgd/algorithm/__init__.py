@@ -1,7 +1,7 @@
 """Every order of moves, one file for each algorithm.
 
-The numbers of algorithms and equations under References are as they are commonly cited. They were compared with the printed
-text for Natural Hypergradient Descent alone.
+The numbers of algorithms and equations under References are as they are commonly cited. They were compared with the
+printed text for Natural Hypergradient Descent alone.
 """
 
 from __future__ import annotations

@@ -30,21 +30,22 @@ class ALSET(AbstractAlgorithm):
         x  = K phi (I - phi H_p) ... (I - phi H_1) grad_theta f,      p uniform on 0 .. K - 1, H_j each on a fresh batch
         v <- Pi( v - alpha_k ( grad_v f - (d2_{theta,v} l)^T x ) ),   the cross derivative on a further batch
 
-    The mean of x over p is phi sum_{j<K} (I - phi H)^j grad_theta f. T is the solver's inner_steps and may be 1; beta_k is
-    its inner_lr and alpha_k its outer_lr, both of the order of 1 / sqrt(outer steps) in the analysis. It differs from BSA
-    by the warm start, with which a constant T suffices.
+    The mean of x over p is phi sum_{j<K} (I - phi H)^j grad_theta f. T is the solver's inner_steps and may be 1; beta_k
+    is its inner_lr and alpha_k its outer_lr, both of the order of 1 / sqrt(outer steps) in the analysis. It differs
+    from BSA by the warm start, with which a constant T suffices.
 
     Args:
         K: terms of the series; N in the paper.
         phi: its scale, 1 / l_{g,1} in the paper. None: 1 / lambda_max from a power iteration at the first step, halved
             whenever the product grows.
-        estimator: "randomised", or "sum" for the mean of x over p: K - 1 products instead of (K - 1) / 2 and less noise.
+        estimator: "randomised", or "sum" for the mean of x over p: K - 1 products instead of (K - 1) / 2 and less
+            noise.
 
     >>> ALSET(K=5).name
     'alset'
 
-    References: T. Chen, Y. Sun, W. Yin, Closing the gap: tighter analysis of alternating stochastic gradient methods for
-    bilevel problems, 2021, algorithm 1.
+    References: T. Chen, Y. Sun, W. Yin, Closing the gap: tighter analysis of alternating stochastic gradient methods
+    for bilevel problems, 2021, algorithm 1.
     Deviations: 1. phi has a default. 2. "sum" is not in the paper.
     """
 

@@ -42,8 +42,8 @@ class AmIGO(AbstractAlgorithm):
 
     Args:
         K: SGD steps on the quadratic; N in its own paper.
-        beta: their size. None: 1 / lambda_max from a power iteration at the first step. Should x diverge all the same, beta
-            is halved and x begins at zero again.
+        beta: their size. None: 1 / lambda_max from a power iteration at the first step. Should x diverge all the same,
+            beta is halved and x begins at zero again.
         warm_start: x continues from the last outer step; otherwise it starts at zero.
 
     >>> AmIGO(K=20, beta=0.01).name

@@ -40,38 +40,39 @@ class BOME(AbstractAlgorithm):
     with barrier = strength ||grad q||^2, or strength q. While the multiplier is above 0 the direction lowers q at the
     rate of the barrier: <direction, grad q> = barrier.
 
-    There is no second derivative, and T biases the end as it does that of `ITD`: where pulled comes near theta*(v), both
-    parts of the direction vanish at grad_v f = X^T S_T grad_theta f with S_T = (I - (I - eta H)^T) H^{-1}. A constant alpha
-    adds a bias of its own, of the order of alpha: the multiplier cannot outgrow 2 / (alpha ||d2 q||), and v ends near
-    where a penalty with that multiplier does. So a step that is given as a number falls like 1/k, and no faster, or the
-    steps would sum up to too little:
+    There is no second derivative, and T biases the end as it does that of `ITD`: where pulled comes near theta*(v),
+    both parts of the direction vanish at grad_v f = X^T S_T grad_theta f with S_T = (I - (I - eta H)^T) H^{-1}. A
+    constant alpha adds a bias of its own, of the order of alpha: the multiplier cannot outgrow 2 / (alpha ||d2 q||),
+    and v ends near where a penalty with that multiplier does. So a step that is given as a number falls like 1/k, and
+    no faster, or the steps would sum up to too little:
 
         alpha_k = alpha h / (k + h),      pulled moves by min( alpha_k, eta h / (k + h) ),      h = halved_after
 
-    An alpha that suits v may be far too long for `pulled`, whose curvature is that of the inner loss; hence the bound eta.
-    theta takes its steps by any inner optimiser, whose moments go on although theta begins anew. If it is not plain SGD,
-    `pulled` moves by one like it along its direction, with a step size of eta h / (k + h), or pulled_lr.
-    With noisy batches the end moves, because the multiplier divides by a noisy size, which no step size mends: take large
-    batches.
+    An alpha that suits v may be far too long for `pulled`, whose curvature is that of the inner loss; hence the bound
+    eta. theta takes its steps by any inner optimiser, whose moments go on although theta begins anew. If it is not
+    plain SGD, `pulled` moves by one like it along its direction, with a step size of eta h / (k + h), or pulled_lr.
+    With noisy batches the end moves, because the multiplier divides by a noisy size, which no step size mends: take
+    large batches.
 
     Args:
         strength: how fast the barrier closes the gap, eta in the paper.
         barrier: "gradient" for strength ||grad q||^2, or "gap" for strength q.
-        pulled_lr: the step of `pulled`: a number, a function of the outer step or a schedule, each taken as it is; None:
-            as above.
-        halved_after: the outer steps after which outer_lr has fallen to half of the number it was given as; None: it does
-            not fall. An outer_lr that is a schedule or a function, or the own step of an optimiser, is taken as it is.
+        pulled_lr: the step of `pulled`: a number, a function of the outer step or a schedule, each taken as it is;
+            None: as above.
+        halved_after: the outer steps after which outer_lr has fallen to half of the number it was given as; None: it
+            does not fall. An outer_lr that is a schedule or a function, or the own step of an optimiser, is taken as it
+            is.
 
     >>> BOME(strength=0.1).barrier
     'gradient'
 
     References: B. Liu, M. Ye, S. Wright, P. Stone, Q. Liu, BOME! Bilevel optimization made easy: a simple first-order
     approach, 2022, algorithm 1.
-    Deviations: 1. f and q are taken on one fresh batch each, the two terms of q on the same one, where the paper takes full
-    gradients. 2. what a run hands back is the theta that took inner steps alone, and its outer loss is reported, so that
-    both can be compared with those of other methods. 3. the optimiser of v may be any; then alpha is its step size. 4. v and
-    pulled have a step each, as in the authors' own code, and both fall; the paper has one constant step, which depends on
-    how many outer steps there will be. It is halved_after=None with pulled_lr that of v.
+    Deviations: 1. f and q are taken on one fresh batch each, the two terms of q on the same one, where the paper takes
+    full gradients. 2. what a run hands back is the theta that took inner steps alone, and its outer loss is reported,
+    so that both can be compared with those of other methods. 3. the optimiser of v may be any; then alpha is its step
+    size. 4. v and pulled have a step each, as in the authors' own code, and both fall; the paper has one constant step,
+    which depends on how many outer steps there will be. It is halved_after=None with pulled_lr that of v.
     """
 
     name: ClassVar[str] = "bome"

@@ -37,13 +37,13 @@ class BSA(AbstractAlgorithm):
         t_k = T (k + 1)^growth, rounded up, with T the solver's inner_steps
 
     The mean of x over p is phi sum_{j<K} (I - phi H)^j grad_theta f, so K sets the bias and costs (K - 1) / 2 products.
-    Every inner loop begins at the same theta_0, which is why it must grow. beta_t is the solver's inner_lr, for which the
-    analysis takes a decaying one (`nhgd.schedule.Strong`), and alpha_k its outer_lr.
+    Every inner loop begins at the same theta_0, which is why it must grow. beta_t is the solver's inner_lr, for which
+    the analysis takes a decaying one (`nhgd.schedule.Strong`), and alpha_k its outer_lr.
 
     Args:
         K: terms of the series; b in the paper.
-        phi: its scale, 1 / L in the paper. None: 1 / lambda_max from a power iteration at the first step, halved whenever
-            the product grows.
+        phi: its scale, 1 / L in the paper. None: 1 / lambda_max from a power iteration at the first step, halved
+            whenever the product grows.
         estimator: "randomised", or "sum" for the mean of x over p: K - 1 products and less noise.
         growth: of the inner loops: 1/2 for a nonconvex outer problem, 0 for a constant length.
         warm_start: theta continues from the last outer step instead.
@@ -53,8 +53,8 @@ class BSA(AbstractAlgorithm):
 
     References: S. Ghadimi, M. Wang, Approximation methods for bilevel programming, 2018: the bilevel stochastic
     approximation method and its approximation of the Hessian inverse, section 3.
-    Deviations: 1. K is constant, where the paper lets it grow like log k. 2. T scales the length of the inner loops; the
-    paper's is T = 1. 3. phi has a default. 4. warm_start and "sum" are not in the paper.
+    Deviations: 1. K is constant, where the paper lets it grow like log k. 2. T scales the length of the inner loops;
+    the paper's is T = 1. 3. phi has a default. 4. warm_start and "sum" are not in the paper.
     """
 
     name: ClassVar[str] = "bsa"

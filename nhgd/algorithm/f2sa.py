@@ -31,32 +31,36 @@ class F2SA(AbstractAlgorithm):
         for k = 0 .. K-1:   multiplier = first (k + 1)^growth
             repeat T times:
                 theta  <- Pi( theta - eta_t grad_theta l(v, theta, batch) )
-                pulled <- Pi( pulled - pace eta_t ( grad_theta l(v, pulled, batch') + grad_theta f(v, pulled) / multiplier ) )
+                pulled <- Pi( pulled - pace eta_t ( grad_theta l(v, pulled, batch') + grad_theta f(v, pulled) /
+                multiplier ) )
             v <- Pi( v - alpha ( grad_v f(v, pulled) + multiplier ( grad_v l(v, pulled) - grad_v l(v, theta) ) ) )
 
-    At a finite multiplier it ends where a hypergradient vanishes that has H + d2_theta f / multiplier in place of H (exactly
-    so where f is quadratic in theta), whatever T is: both variables go on from step to step.
+    At a finite multiplier it ends where a hypergradient vanishes that has H + d2_theta f / multiplier in place of H
+    (exactly so where f is quadratic in theta), whatever T is: both variables go on from step to step.
 
-    Both take the steps of the inner optimiser, each with moments of its own. One that divides by the size of gradients, such
-    as Adam, keeps stepping by about its step size near the optimum, and the multiplier magnifies the difference that remains:
-    let its step size fall, and take `shared`.
+    Both take the steps of the inner optimiser, each with moments of its own. One that divides by the size of gradients,
+    such as Adam, keeps stepping by about its step size near the optimum, and the multiplier magnifies the difference
+    that remains: let its step size fall, and take `shared`.
 
     Args:
         first: the multiplier of the first outer step.
-        growth: the power it grows with; 0 for a constant one. The paper's rates have 1/7 with noise in both levels, 1/5 with
-            noise in the outer alone, 1/3 without any. A growing multiplier magnifies noise: let alpha fall with it.
+        growth: the power it grows with; 0 for a constant one. The paper's rates have 1/7 with noise in both levels, 1/5
+            with noise in the outer alone, 1/3 without any. A growing multiplier magnifies noise: let alpha fall with
+            it.
         pace: the step of `pulled` in units of theta's.
-        shared: take both inner gradients of a step, and both gradients in v, on the same batch. Their noise then cancels in
-            part where the multiplier would magnify it.
+        shared: take both inner gradients of a step, and both gradients in v, on the same batch. Their noise then
+            cancels in part where the multiplier would magnify it.
 
     >>> F2SA(first=2.0, growth=1.0).multiplier(k=4)
     10.0
 
-    References: J. Kwon, D. Kwon, S. Wright, R. Nowak, A fully first-order method for stochastic bilevel optimization, 2023,
-    algorithm 1: its y is `pulled`, its z is `theta`, its alpha_k is pace eta / multiplier and its xi alpha_k is our alpha.
-    Deviations: 1. the paper's analysis has pace 1/2; here it is 1, because variables that move at one pace lag behind a
-    moving v by the same, which cancels in their difference. 2. the multiplier is a power of k, not a sum of increments.
-    3. what a run hands back is `theta`, and its outer loss is reported, so that both can be compared with those of other
+    References: J. Kwon, D. Kwon, S. Wright, R. Nowak, A fully first-order method for stochastic bilevel optimization,
+    2023, algorithm 1: its y is `pulled`, its z is `theta`, its alpha_k is pace eta / multiplier and its xi alpha_k is
+    our alpha. Deviations: 1. the paper's analysis has pace 1/2; here it is 1, because variables that move at one pace
+    lag behind a moving v by the same, which cancels in their difference. 2. the multiplier is a power of k, not a sum
+    of increments.
+    3. what a run hands back is `theta`, and its outer loss is reported, so that both can be compared with those of
+      other
     methods. 4. the paper has plain gradient steps; here the inner optimiser may be any but LBFGS.
     """
 

@@ -37,10 +37,10 @@ class FSLA(AbstractAlgorithm):
         d     <- p(theta, x, v) + (1 - eta) ( d - p(theta_last, x_last, v_last) )
         v     <- Pi( v - alpha d )
 
-    The last point is the one where p was taken in the iteration before: theta and x before their steps above, v before its
-    last move. All batches are fresh; both evaluations of p use the same ones. x begins at zero, and the first step has no
-    momentum. One outer step is one such iteration: `inner_steps` is not used. tau is the solver's inner_lr and alpha its
-    outer_lr; Power(lr, 0.5) for both, from `nhgd.schedule`, suits noisy batches.
+    The last point is the one where p was taken in the iteration before: theta and x before their steps above, v before
+    its last move. All batches are fresh; both evaluations of p use the same ones. x begins at zero, and the first step
+    has no momentum. One outer step is one such iteration: `inner_steps` is not used. tau is the solver's inner_lr and
+    alpha its outer_lr; Power(lr, 0.5) for both, from `nhgd.schedule`, suits noisy batches.
 
     Args:
         momentum: eta, above 0 and at most 1, a number or a schedule. 1: no momentum.
@@ -49,9 +49,10 @@ class FSLA(AbstractAlgorithm):
     >>> FSLA(momentum=0.3).name
     'fsla'
 
-    References: J. Li, B. Gu, H. Huang, A fully single loop algorithm for bilevel optimization without Hessian inverse, 2022,
-    algorithm 1.
-    Deviations: 1. rho may differ from tau. 2. theta and v may be moved by any optimiser and projected; x takes plain steps.
+    References: J. Li, B. Gu, H. Huang, A fully single loop algorithm for bilevel optimization without Hessian inverse,
+    2022, algorithm 1.
+    Deviations: 1. rho may differ from tau. 2. theta and v may be moved by any optimiser and projected; x takes plain
+    steps.
     """
 
     name: ClassVar[str] = "fsla"

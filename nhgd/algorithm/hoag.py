@@ -51,7 +51,8 @@ class HOAGState:
 class HOAG(AbstractAlgorithm):
     """Double loop to a tolerance that falls from one outer step to the next, with a step size that adapts to f.
 
-        repeat:  theta <- Pi( theta - eta grad_theta l ), inner_steps times       until |grad_theta l| <= eps_k |grad_theta l|_first
+        repeat: theta <- Pi( theta - eta grad_theta l ), inner_steps times
+                until |grad_theta l| <= eps_k |grad_theta l|_first
         x with |H x - grad_theta f| <= eps_k |grad_theta f|_first                 by conjugate gradients from the last x
         with s = |v_k - v_{k-1}|:
             f_k - eps_k <= f_{k-1} + eps_{k-1} (1 + s) - s^2 / (2 alpha c):   c <- c / 0.95
@@ -59,27 +60,29 @@ class HOAG(AbstractAlgorithm):
         v <- Pi( v - alpha c ( grad_v f - (d2_{theta,v} l)^T x ) ),               c = 1 at first
         eps_{k+1} = eps_0 / (k + 1)^2, eps_0 / (k + 1)^3 or 0.9 eps_k
 
-    So early steps, far from the solution, are cheap, and late ones exact: with a summable sequence of tolerances the iterates
-    converge to a stationary point. f, the hypergradient and the tests are over `batches`, all data by default: with fewer, the
-    inner gradient of a batch need not fall below any tolerance, and what the step size follows is noise.
+    So early steps, far from the solution, are cheap, and late ones exact: with a summable sequence of tolerances the
+    iterates converge to a stationary point. f, the hypergradient and the tests are over `batches`, all data by default:
+    with fewer, the inner gradient of a batch need not fall below any tolerance, and what the step size follows is
+    noise.
 
     Args:
         tolerance: eps_0.
         decrease: how eps falls: "quadratic", "cubic" or "exponential".
         rounds: the most repetitions of the inner loop.
         products: the most of the solve.
-        batches: inner and outer batches that everything but the inner steps is over, or "all" for one pass over the data.
-        adaptive: whether the step size adapts; otherwise it is alpha, the solver's outer_lr, throughout. None: if steps on v
-            are plain gradient steps, because another optimiser would scale them again.
+        batches: inner and outer batches that everything but the inner steps is over, or "all" for one pass over the
+            data.
+        adaptive: whether the step size adapts; otherwise it is alpha, the solver's outer_lr, throughout. None: if steps
+            on v are plain gradient steps, because another optimiser would scale them again.
 
     >>> HOAG(decrease="quadratic").name
     'hoag'
 
-    References: F. Pedregosa, Hyperparameter optimization with approximate gradient, 2016, algorithm 1, and its section on the
-    step size.
-    Deviations: 1. inner steps are those of the solver's inner optimiser, tested after every `inner_steps` of them. 2. the first
-    step size is the solver's outer_lr, in place of the inverse of the first hypergradient's norm. 3. the decrease of f is held
-    against the step that made it, where the author's program takes the one that follows.
+    References: F. Pedregosa, Hyperparameter optimization with approximate gradient, 2016, algorithm 1, and its section
+    on the step size.
+    Deviations: 1. inner steps are those of the solver's inner optimiser, tested after every `inner_steps` of them. 2.
+    the first step size is the solver's outer_lr, in place of the inverse of the first hypergradient's norm. 3. the
+    decrease of f is held against the step that made it, where the author's program takes the one that follows.
     """
 
     name: ClassVar[str] = "hoag"

@@ -33,32 +33,32 @@ class ITD(AbstractAlgorithm):
             v <- Pi( v - alpha d/dv f(v, theta_T(v)) ),      theta_0, or theta_{T-k} when truncated, held constant
 
     The graph of the differentiated steps lives until v has moved, so memory grows with their number. With a warm start
-    theta_T tends to theta*(v), and what is then computed is the implicit formula with a sum of as many terms as there are
-    differentiated steps, here n of size eta, in place of the inverse:
+    theta_T tends to theta*(v), and what is then computed is the implicit formula with a sum of as many terms as there
+    are differentiated steps, here n of size eta, in place of the inverse:
 
         S_n = eta sum_{t<n} (I - eta H)^t = (I - (I - eta H)^n) H^{-1}
 
     so the method ends near the solution, the closer the longer it differentiates. eta may be a function of v too,
     `inner_lr=nhgd.schedule.Learnt(function)`, and is learnt by its part in the differentiated steps.
 
-    The inner optimiser may be SGD, with momentum too, Adam or AdamW. What is differentiated is then its step in place of the
-    plain one, with its moments, which are constants where differentiation begins. Adam divides by the size of its gradients:
-    where those vanish, at theta*(v), its derivative is a large number of little meaning.
+    The inner optimiser may be SGD, with momentum too, Adam or AdamW. What is differentiated is then its step in place
+    of the plain one, with its moments, which are constants where differentiation begins. Adam divides by the size of
+    its gradients: where those vanish, at theta*(v), its derivative is a large number of little meaning.
 
     Args:
         truncate: differentiate only this many last steps; None, or more than there are: all of them.
-        warm_start: theta continues from the last outer step; otherwise each inner loop starts where the first one did, with
-            no moments.
+        warm_start: theta continues from the last outer step; otherwise each inner loop starts where the first one did,
+            with no moments.
 
     >>> ITD.presets()["truncated"]
     ITD(truncate=5, warm_start=True)
 
     References: L. Franceschi, M. Donini, P. Frasconi, M. Pontil, Forward and reverse gradient-based hyperparameter
     optimization, 2017, algorithm 1; K. Ji, J. Yang, Y. Liang, Bilevel optimization: convergence analysis and enhanced
-    design, 2021, algorithm 1 (ITD-BiO); A. Shaban, C.-A. Cheng, N. Hatch, B. Boots, Truncated back-propagation for bilevel
-    optimization, 2019, equation 5.
-    Deviations: 1. steps of other optimisers than plain SGD are differentiated, too. 2. each step has its own batch where
-    those papers take full gradients. 3. a projection onto a ball is differentiated too.
+    design, 2021, algorithm 1 (ITD-BiO); A. Shaban, C.-A. Cheng, N. Hatch, B. Boots, Truncated back-propagation for
+    bilevel optimization, 2019, equation 5.
+    Deviations: 1. steps of other optimisers than plain SGD are differentiated, too. 2. each step has its own batch
+    where those papers take full gradients. 3. a projection onto a ball is differentiated too.
     """
 
     name: ClassVar[str] = "itd"

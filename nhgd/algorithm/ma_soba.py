@@ -34,10 +34,10 @@ class MASOBA(AbstractAlgorithm):
         h     <- (1 - tau) h + tau D_v,      h = D_v at the first step
         v     <- Pi( v - gamma h )
 
-    All directions are taken at the same (theta, x, v), on one inner and one outer batch. SOBA's direction in v is biased for
-    as long as x and theta lag behind; the average is what lets all three step sizes stay of one order without SOBA's
-    assumptions on higher derivatives. One outer step is one such iteration: `inner_steps` is not used. It costs what a step
-    of SOBA does: no product is taken twice.
+    All directions are taken at the same (theta, x, v), on one inner and one outer batch. SOBA's direction in v is
+    biased for as long as x and theta lag behind; the average is what lets all three step sizes stay of one order
+    without SOBA's assumptions on higher derivatives. One outer step is one such iteration: `inner_steps` is not used.
+    It costs what a step of SOBA does: no product is taken twice.
 
     The paper's rates need rho, gamma and tau of the order 1 / sqrt(K) over K steps.
 
@@ -48,11 +48,11 @@ class MASOBA(AbstractAlgorithm):
     >>> MASOBA(momentum=0.1).name
     'ma_soba'
 
-    References: X. Chen, T. Xiao, K. Balasubramanian, Optimal algorithms for stochastic bilevel optimization under relaxed
-    smoothness conditions, 2024, algorithm 1.
-    Deviations: 1. v moves along the average that has just been updated, the paper's along that of the step before, so that
-    tau = 1 is SOBA exactly. 2. the average begins with the first direction, the paper's with zero. 3. x may have a step size
-    of its own. 4. theta and v may be moved by any optimiser and projected; x always takes plain steps.
+    References: X. Chen, T. Xiao, K. Balasubramanian, Optimal algorithms for stochastic bilevel optimization under
+    relaxed smoothness conditions, 2024, algorithm 1.
+    Deviations: 1. v moves along the average that has just been updated, the paper's along that of the step before, so
+    that tau = 1 is SOBA exactly. 2. the average begins with the first direction, the paper's with zero. 3. x may have a
+    step size of its own. 4. theta and v may be moved by any optimiser and projected; x always takes plain steps.
     """
 
     name: ClassVar[str] = "ma_soba"

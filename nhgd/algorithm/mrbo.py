@@ -27,8 +27,9 @@ class MRBO(AbstractAlgorithm):
         theta <- Pi( theta - lambda h_theta ),    v <- Pi( v - gamma h_v )
 
     Both evaluations of g, and both of F, are on the same samples. The first step has no momentum. One outer step is one
-    such iteration: `inner_steps` is not used. lambda is the solver's inner_lr and gamma its outer_lr; the paper takes both
-    as Power(lr, 1/3, offset=m), from `nhgd.schedule`, and eta proportional to their square, so Power(c, 2/3, offset=m).
+    such iteration: `inner_steps` is not used. lambda is the solver's inner_lr and gamma its outer_lr; the paper takes
+    both as Power(lr, 1/3, offset=m), from `nhgd.schedule`, and eta proportional to their square, so Power(c, 2/3,
+    offset=m).
 
     Args:
         K: products of the series, at both points; Q in the paper.

@@ -72,23 +72,23 @@ class NHGD(AbstractAlgorithm):
 
     L is never formed. With x = A grad_theta f, L^T x is computed in one of three ways:
 
-        cross="lagged"        mean_t (d2_{theta,v} l_t)^T x_{k-1}     inside the last inner steps, as many as one pass over the
-                                                                      data has, along the x of the previous outer step; its
-                                                                      running mean if v is not determined
+        cross="lagged"        mean_t (d2_{theta,v} l_t)^T x_{k-1}     inside the last inner steps, as many as one pass
+                                                                      over the data has, along the x of the previous
+                                                                      outer step; its running mean if v is not determined
         cross="trajectory"    mean_t (d2_{theta,v} l_t)^T x_k         at each step's theta and batch once more
         cross="final"         (d2_{theta,v} l)^T x_k                  at the last theta, over `batches` fresh batches
 
-    "lagged" costs one more product for each layer of these inner steps, and uses every sample of theirs: those of earlier
-    steps it would only see again, at an older theta. It needs a v that only weighs samples or moves the ridge:
+    "lagged" costs one more product for each layer of these inner steps, and uses every sample of theirs: those of
+    earlier steps it would only see again, at an older theta. It needs a v that only weighs samples or moves the ridge:
 
         (d2_{theta,v} l)^T x = (1/B) sum_i (dw_i/dv) <s_i, x> + sum( (dl2/dv) 2 theta x ),      s_i the gradient of l_i
 
-    The first outer step detects this, and verifies it along a random vector against the derivative of the gradient's graph;
-    "final" and "trajectory" then need no such graph either. The run's stats["cross"] report the result. The first outer step
-    has no previous x: it uses its own, at the last theta over the same batches.
+    The first outer step detects this, and verifies it along a random vector against the derivative of the gradient's
+    graph; "final" and "trajectory" then need no such graph either. The run's stats["cross"] report the result. The
+    first outer step has no previous x: it uses its own, at the last theta over the same batches.
 
-    With damping="auto" both derivatives of f are means over several outer batches, if the outer samples determine v: one, and
-    one more for every ten inner steps, up to a pass over the outer data.
+    With damping="auto" both derivatives of f are means over several outer batches, if the outer samples determine v:
+    one, and one more for every ten inner steps, up to a pass over the outer data.
 
     Args:
         inverse: a learned one; None: K-FAC if theta has Linear or Conv2d layers, else the window, with fisher="auto".
@@ -96,29 +96,31 @@ class NHGD(AbstractAlgorithm):
         cross: "lagged", "trajectory" or "final" as above; "auto": "lagged" if v weighs samples, the scores of the inner
             steps' own passes give the cross derivative, and theta is warm-started; otherwise "final".
         batches: fresh inner batches at the end of the inner loop, or "all" for one pass over the data: for the cross
-            derivative of "final" and for the products of a refined solve. They are drawn only if one of these needs them.
+            derivative of "final" and for the products of a refined solve. They are drawn only if one of these needs
+            them.
         warm_start: theta continues from the last outer step; otherwise each inner loop starts where the first one did.
         curvature: "carried" over outer steps, or "fresh" at each.
-        observe: "all" inner steps, or "end": the batches of the cross derivative, once, after the inner loop. This takes one
-            more pass and far fewer updates of A; it suits an inverse with expensive updates and full batches. The curvature
-            is then that of the final point; natural steps start with the previous one.
-        inner: "optimizer" for the optimiser's own steps, or "natural" for steps preconditioned by the same inverse, with
-            Levenberg-Marquardt damping. Natural steps need inline execution.
+        observe: "all" inner steps, or "end": the batches of the cross derivative, once, after the inner loop. This
+            takes one more pass and far fewer updates of A; it suits an inverse with expensive updates and full batches.
+            The curvature is then that of the final point; natural steps start with the previous one.
+        inner: "optimizer" for the optimiser's own steps, or "natural" for steps preconditioned by the same inverse,
+            with Levenberg-Marquardt damping. Natural steps need inline execution.
         natural_lr: the length of a natural step, 1 for the full one.
         natural_steps: natural steps in an inner loop, because one is worth many of an optimiser's; None: the solver's
             inner_steps.
-        natural_floor: the least damping of natural steps; in float32 curvature below about 1e-6 of the largest is noise.
+        natural_floor: the least damping of natural steps; in float32 curvature below about 1e-6 of the largest is
+            noise.
 
     >>> NHGD(cross="trajectory").name
     'nhgd'
 
     References: Natural Hypergradient Descent, algorithm 1; equation for A: `FisherDense`.
-    Deviations: 1. by default the statistics are per-sample and Kronecker-factored, because the outer product of a batch's
-    mean gradient is not the Fisher matrix; the literal method, as the paper's experiments run it (smoothed update, M batches
-    at the end), is the preset "nhgd-paper", and algorithm 1 as printed is NHGD(FisherDense(form="inverse",
-    update="average", records="raw"), cross="trajectory"). 2. L has no warm start: its
-    initial weight in the recursion is zero. 3. "lagged" multiplies the L of this inner loop by the x of the last one, because L
-    is then never needed again; x moves as slowly as v and theta do, and once they converge nothing lags.
+    Deviations: 1. by default the statistics are per-sample and Kronecker-factored, because the outer product of a
+    batch's mean gradient is not the Fisher matrix; the literal method, as the paper's experiments run it (smoothed
+    update, M batches at the end), is the preset "nhgd-paper", and algorithm 1 as printed is
+    NHGD(FisherDense(form="inverse", update="average", records="raw"), cross="trajectory"). 2. L has no warm start: its
+    initial weight in the recursion is zero. 3. "lagged" multiplies the L of this inner loop by the x of the last one,
+    because L is then never needed again; x moves as slowly as v and theta do, and once they converge nothing lags.
     """
 
     name: ClassVar[str] = "nhgd"
@@ -233,7 +235,8 @@ class NHGD(AbstractAlgorithm):
                 return partial(trajectory_cross, loop, visits, plain)
             return loop.plain_cross(loop.oracle(visited) if way == "lagged" else at)
 
-        # Products of the solve leave the graph of a gradient behind, from which a cross derivative is cheaper than a pass.
+        # Products of the solve leave the graph of a gradient behind, from which a cross derivative is cheaper than a
+        # pass.
         own = way != "final" or (plain and isinstance(inverse, Learned))
         count = 1 if state.horizon is None else outer_batches(loop, state.horizon, steps)
         found, lag, noted = hypergradient(
@@ -266,8 +269,8 @@ class NHGD(AbstractAlgorithm):
     def _crossing(self, loop: Loop, steps: int) -> range:
         """The inner steps that give a lagged cross derivative: the last ones, as many as a pass over the data has.
 
-        In each it takes one of the three products of a gradient with every layer. For a large model these are what a step
-        costs, so a few steps give it, for less than a single pass would cost.
+        In each it takes one of the three products of a gradient with every layer. For a large model these are what a
+        step costs, so a few steps give it, for less than a single pass would cost.
         """
         within = steps if loop.inner.batches is None else min(steps, loop.inner.batches)
         every = max(1, ceil(steps / CROSSES)) if self.cross == "auto" and loop.problem.theta.numel > LARGE else 1

@@ -46,12 +46,14 @@ class NHGDMomentum(AbstractAlgorithm):
         h_v        <- F(theta, v) + (1 - eta_v) ( h_v - F(theta_last, v_last) )
         theta <- Pi( theta - lambda h_theta ),    v <- Pi( v - gamma h_v )
 
-    Both evaluations of g, and both of F, are on the same samples and with the same A: what A learns in between is no noise of
-    the samples, and would stay in h_v. A learns from the plain gradients of the batches, because the momentum's direction is
-    no gradient of any batch. The first step has no momentum. One outer step is one such iteration: `inner_steps` is not used.
+    Both evaluations of g, and both of F, are on the same samples and with the same A: what A learns in between is no
+    noise of the samples, and would stay in h_v. A learns from the plain gradients of the batches, because the
+    momentum's direction is no gradient of any batch. The first step has no momentum. One outer step is one such
+    iteration: `inner_steps` is not used.
 
-    It is `mrbo` with the learnt inverse in place of its Neumann series, so no Hessian product is taken. The paper leaves
-    variance reduction to future work; no rate is claimed here. Where it comes to rest is where `nhgd_single` does.
+    It is `mrbo` with the learnt inverse in place of its Neumann series, so no Hessian product is taken. The paper
+    leaves variance reduction to future work; no rate is claimed here. Where it comes to rest is where `nhgd_single`
+    does.
 
     Args:
         inverse: what learns; None: K-FAC where theta has Linear or Conv2d layers, else the window. Of FisherDense take
@@ -64,8 +66,8 @@ class NHGDMomentum(AbstractAlgorithm):
     'nhgd_momentum'
 
     References: Natural Hypergradient Descent, its conclusion on future work; J. Yang, K. Ji, Y. Liang, Provably faster
-    algorithms for bilevel optimization, 2021, algorithm 1 (the momentum); A. Cutkosky, F. Orabona, Momentum-based variance
-    reduction in non-convex SGD, 2019, algorithm 1.
+    algorithms for bilevel optimization, 2021, algorithm 1 (the momentum); A. Cutkosky, F. Orabona, Momentum-based
+    variance reduction in non-convex SGD, 2019, algorithm 1.
     Deviations: 1. A is the same at both points.
     """
 

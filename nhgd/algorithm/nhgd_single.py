@@ -38,19 +38,19 @@ class NHGDSingle(AbstractAlgorithm):
         A     <- update of A by what that step computed           (the inverse, on any executor)
         v     <- Pi( v - alpha ( grad_v f - (d2_{theta,v} l)^T A grad_theta f ) )
 
-    The online inverse A stands where other single-loop methods keep an auxiliary vector that follows H^{-1} grad_theta f by
-    one stochastic step at a time. A follows the Hessian alone, so that a change of grad_theta f, of the outer batch for
-    example, is answered at once; an auxiliary vector answers it after as many steps as the Hessian's condition asks for. No
-    Hessian product is taken: a step costs two inner gradients, one outer gradient and one cross product, and what the
-    inverse needs to learn. One outer step is one such iteration: `inner_steps` is not used.
+    The online inverse A stands where other single-loop methods keep an auxiliary vector that follows H^{-1} grad_theta
+    f by one stochastic step at a time. A follows the Hessian alone, so that a change of grad_theta f, of the outer
+    batch for example, is answered at once; an auxiliary vector answers it after as many steps as the Hessian's
+    condition asks for. No Hessian product is taken: a step costs two inner gradients, one outer gradient and one cross
+    product, and what the inverse needs to learn. One outer step is one such iteration: `inner_steps` is not used.
 
-    What is proven and what is not. The paper's theorems are about the double loop: they need enough inner steps at a fixed v
-    for theta to reach theta*(v) and for the Fisher matrix to be averaged there. None of them covers this method, which the
-    paper leaves as future work, and no rate is claimed here. What holds by algebra: where theta, v and A come to rest, the
-    hypergradient that vanishes is the one with A for H^{-1} at theta = theta*(v). That is the exact one when A is the inverse
-    Hessian there (the exact Fisher matrix of a model linear in theta with a likelihood loss, or `refine` enough), and
-    otherwise a biased one, by as much as A is, as in the double loop. That the iteration comes to rest needs alpha small
-    against eta, as in every single-loop method; it is seen in the tests, not proven.
+    What is proven and what is not. The paper's theorems are about the double loop: they need enough inner steps at a
+    fixed v for theta to reach theta*(v) and for the Fisher matrix to be averaged there. None of them covers this
+    method, which the paper leaves as future work, and no rate is claimed here. What holds by algebra: where theta, v
+    and A come to rest, the hypergradient that vanishes is the one with A for H^{-1} at theta = theta*(v). That is the
+    exact one when A is the inverse Hessian there (the exact Fisher matrix of a model linear in theta with a likelihood
+    loss, or `refine` enough), and otherwise a biased one, by as much as A is, as in the double loop. That the iteration
+    comes to rest needs alpha small against eta, as in every single-loop method; it is seen in the tests, not proven.
 
     Args:
         inverse: what learns; None: K-FAC where theta has Linear or Conv2d layers, else the window. Of FisherDense take
@@ -62,8 +62,8 @@ class NHGDSingle(AbstractAlgorithm):
     'nhgd_single'
 
     References: Natural Hypergradient Descent, algorithm 1 with T = 1, and its conclusion on future work.
-    Deviations: 1. this is an extension of that paper, with per-sample statistics as in `NHGD`. 2. the curvature is always
-    carried over: it has one new observation for each outer step.
+    Deviations: 1. this is an extension of that paper, with per-sample statistics as in `NHGD`. 2. the curvature is
+    always carried over: it has one new observation for each outer step.
     """
 
     name: ClassVar[str] = "nhgd_single"

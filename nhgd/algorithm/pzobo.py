@@ -32,24 +32,26 @@ class PZOBO(AbstractAlgorithm):
         delta_j    = ( theta_T(v + mu u_j) - theta_T(v) ) / mu,      u_j ~ N(0, I),  j = 1 .. Q
         v <- Pi( v - alpha ( grad_v f + (1/Q) sum_j <delta_j, grad_theta f> u_j ) )
 
-    As mu tends to 0 the expectation of this direction is the hypergradient of `ITD` with the same T: the bias is that of
-    unrolling, and no graph is kept and no Hessian product taken. With fewer directions than v has entries the variance is
-    about (P + 1) / Q times the squared length, so v should be of low dimension, or alpha small. `directions="all"`
-    differentiates along every entry of v in turn: P perturbed loops, no randomness, and their sum in place of a mean.
+    As mu tends to 0 the expectation of this direction is the hypergradient of `ITD` with the same T: the bias is that
+    of unrolling, and no graph is kept and no Hessian product taken. With fewer directions than v has entries the
+    variance is about (P + 1) / Q times the squared length, so v should be of low dimension, or alpha small.
+    `directions="all"` differentiates along every entry of v in turn: P perturbed loops, no randomness, and their sum in
+    place of a mean.
 
     Args:
         directions: Q, how many random ones an outer step takes, or "all" for the P coordinates.
-        mu: the length of a perturbation in units of v. It must be small against the scale on which theta_T(v) bends, and
-            large against the rounding of theta.
+        mu: the length of a perturbation in units of v. It must be small against the scale on which theta_T(v) bends,
+            and large against the rounding of theta.
 
     >>> PZOBO(directions=4).name
     'pzobo'
 
-    References: D. Sow, K. Ji, Y. Liang, On the convergence theory for Hessian-free bilevel algorithms, 2022, algorithm 1
-    (PZOBO) and, with batches, algorithm 2 (PZOBO-S).
-    Deviations: 1. directions="all" is ours. 2. plain gradient steps only; other inner optimisers are refused, because each
-    perturbed loop would need moments of its own. 3. perturbed v are projected as v is, so that a weight stays a weight: a
-    coordinate is perturbed to the side with more room, and of a random direction an entry at its bound counts half.
+    References: D. Sow, K. Ji, Y. Liang, On the convergence theory for Hessian-free bilevel algorithms, 2022, algorithm
+    1 (PZOBO) and, with batches, algorithm 2 (PZOBO-S).
+    Deviations: 1. directions="all" is ours. 2. plain gradient steps only; other inner optimisers are refused, because
+    each perturbed loop would need moments of its own. 3. perturbed v are projected as v is, so that a weight stays a
+    weight: a coordinate is perturbed to the side with more room, and of a random direction an entry at its bound counts
+    half.
     """
 
     name: ClassVar[str] = "pzobo"

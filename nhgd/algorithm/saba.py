@@ -26,7 +26,8 @@ class GradientTable:
     """What each batch of a fixed partition said when it was last asked.
 
     Attributes:
-        order: the samples in the order that the partition cuts into batches, (n,); empty where the user gave the batches.
+        order: the samples in the order that the partition cuts into batches, (n,); empty where the user gave the
+            batches.
         shares: the part of all samples that each batch holds, b numbers.
         rows: one row for each batch, (b, N).
         mean: their mean, weighted by the shares, (N,).
@@ -69,18 +70,19 @@ class SABA(AbstractAlgorithm):
 
     The inner and the outer data are each cut into batches once, and stay so. For the five quantities
 
-        inner batch i:  grad_theta l_i,  H_i x,  (d2_{theta,v} l_i)^T x        outer batch j:  grad_theta f_j,  grad_v f_j
+        inner batch i:  grad_theta l_i,  H_i x,  (d2_{theta,v} l_i)^T x     outer batch j:  grad_theta f_j,  grad_v f_j
 
-    a table holds the last value of each batch. With i and j drawn uniformly and independently, every quantity phi becomes
+    a table holds the last value of each batch. With i and j drawn uniformly and independently, every quantity phi
+    becomes
 
         phi_i(theta, x, v) - table_i + mean of the table,      and then  table_i <- phi_i(theta, x, v)
 
-    and theta, x and v take SOBA's three steps along these, all at once. The tables are filled at the first step by one pass
-    over all data, which is counted. Constant step sizes converge. One outer step is one such iteration: `inner_steps` is not
-    used.
+    and theta, x and v take SOBA's three steps along these, all at once. The tables are filled at the first step by one
+    pass over all data, which is counted. Constant step sizes converge. One outer step is one such iteration:
+    `inner_steps` is not used.
 
-    Memory: b (2 D + P) + c (D + P) numbers, for b inner and c outer batches, D inner and P outer parameters. With one weight
-    for each of n samples that is b n numbers for the cross products alone: use few, large batches.
+    Memory: b (2 D + P) + c (D + P) numbers, for b inner and c outer batches, D inner and P outer parameters. With one
+    weight for each of n samples that is b n numbers for the cross products alone: use few, large batches.
 
     Args:
         adjoint_lr: the step size of x, a number or a schedule. None: that of theta.
@@ -88,10 +90,10 @@ class SABA(AbstractAlgorithm):
     >>> SABA().name
     'saba'
 
-    References: M. Dagréou, P. Ablin, S. Vaiter, T. Moreau, A framework for bilevel optimization that enables stochastic and
-    global variance reduction algorithms, 2022, algorithm 1 with the directions of SABA.
-    Deviations: 1. rows of the table are batches instead of samples; batches of different size count by their size. 2. x has
-    the opposite sign, as in `SOBA`.
+    References: M. Dagréou, P. Ablin, S. Vaiter, T. Moreau, A framework for bilevel optimization that enables stochastic
+    and global variance reduction algorithms, 2022, algorithm 1 with the directions of SABA.
+    Deviations: 1. rows of the table are batches instead of samples; batches of different size count by their size. 2. x
+    has the opposite sign, as in `SOBA`.
     """
 
     name: ClassVar[str] = "saba"

@@ -18,33 +18,35 @@ from nhgd.loop.loop import Loop, StepInfo
 @final
 @dataclass(frozen=True)
 class SAMA(AbstractAlgorithm):
-    """First order, double loop: the identity inverse, preconditioned by the inner optimiser, and differences for the cross term.
+    """First order, double loop: the identity inverse, preconditioned by the inner optimiser, and differences for the
+    cross term.
 
-    With U(g) the step that the inner optimiser makes of a gradient g (theta <- theta - U), T inner steps are followed by
+    With U(g) the step that the inner optimiser makes of a gradient g (theta <- theta - U), T inner steps are followed
+    by
 
         x   = U'(g) grad_theta f,      g the gradient of the last inner step
         eps = radius / ||x||
         c   = ( grad_v l(v, theta + eps x) - grad_v l(v, theta - eps x) ) / (2 eps)   ~   (d2_{theta,v} l)^T x
         v <- Pi( v - alpha ( grad_v f - c ) ),      theta <- theta - nudge eps x
 
-    U' is a diagonal: the step size for SGD, for Adam about the step size over the root of its second moments. So c is what one
-    step of the optimiser in use passes on from v: where it is SGD the end is that of `ITD` with one step, and of `T1-T2` with
-    the step size in place of H^-1. There is no Hessian product, nothing is differentiated twice, and where v only weighs
-    samples the two gradients in v are two forward passes.
+    U' is a diagonal: the step size for SGD, for Adam about the step size over the root of its second moments. So c is
+    what one step of the optimiser in use passes on from v: where it is SGD the end is that of `ITD` with one step, and
+    of `T1-T2` with the step size in place of H^-1. There is no Hessian product, nothing is differentiated twice, and
+    where v only weighs samples the two gradients in v are two forward passes.
 
     Args:
-        radius: how far theta goes to either side for the difference. In bfloat16 the losses have few digits: take about 1 for
-            large models, as the paper does.
-        nudge: how far theta then follows -x, in units of eps; 0: not at all. The paper moves theta so, to keep it near where
-            the outer loss is low.
+        radius: how far theta goes to either side for the difference. In bfloat16 the losses have few digits: take about
+            1 for large models, as the paper does.
+        nudge: how far theta then follows -x, in units of eps; 0: not at all. The paper moves theta so, to keep it near
+            where the outer loss is low.
 
     >>> SAMA(radius=1.0).name
     'sama'
 
-    References: S. K. Choe, S. V. Mehta, H. Ahn, W. Neiswanger, P. Xie, E. Strubell, E. Xing, Making scalable meta learning
-    practical, 2023, sections 3.1 to 3.3.
-    Deviations: 1. the nudge is off by default. 2. the difference is taken on a fresh inner batch. 3. inner optimisers are SGD, with
-    momentum too, Adam and AdamW.
+    References: S. K. Choe, S. V. Mehta, H. Ahn, W. Neiswanger, P. Xie, E. Strubell, E. Xing, Making scalable meta
+    learning practical, 2023, sections 3.1 to 3.3.
+    Deviations: 1. the nudge is off by default. 2. the difference is taken on a fresh inner batch. 3. inner optimisers
+    are SGD, with momentum too, Adam and AdamW.
     """
 
     name: ClassVar[str] = "sama"

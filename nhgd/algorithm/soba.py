@@ -33,12 +33,12 @@ class SOBA(AbstractAlgorithm):
         theta <- Pi( theta - rho D_theta ),    x <- x - rho D_x,    v <- Pi( v - gamma D_v )
 
     All three are taken at the same (theta, x, v) on the same inner batch and the same outer batch, which are drawn
-    independently of each other. x begins at zero. One outer step is one such iteration: `inner_steps` is not used. It costs
-    one inner gradient, one outer gradient, one Hessian product and one cross product, of which the inner three share a
-    forward pass.
+    independently of each other. x begins at zero. One outer step is one such iteration: `inner_steps` is not used. It
+    costs one inner gradient, one outer gradient, one Hessian product and one cross product, of which the inner three
+    share a forward pass.
 
-    rho is the solver's inner_lr and gamma its outer_lr. The paper's rates need rho ~ gamma ~ 1 / sqrt(K) over K steps or
-    `nhgd.schedule.Power(lr, 0.5)` for both.
+    rho is the solver's inner_lr and gamma its outer_lr. The paper's rates need rho ~ gamma ~ 1 / sqrt(K) over K steps
+    or `nhgd.schedule.Power(lr, 0.5)` for both.
 
     Args:
         adjoint_lr: the step size of x, a number or a schedule. None: that of theta.
@@ -46,10 +46,10 @@ class SOBA(AbstractAlgorithm):
     >>> SOBA().name
     'soba'
 
-    References: M. Dagréou, P. Ablin, S. Vaiter, T. Moreau, A framework for bilevel optimization that enables stochastic and
-    global variance reduction algorithms, 2022, algorithm 1 with the directions of SOBA.
-    Deviations: 1. x has the opposite sign: it tends to H^{-1} grad_theta f. 2. x may have a step size of its own. 3. theta
-    and v may be moved by any optimiser and projected; x always takes plain steps.
+    References: M. Dagréou, P. Ablin, S. Vaiter, T. Moreau, A framework for bilevel optimization that enables stochastic
+    and global variance reduction algorithms, 2022, algorithm 1 with the directions of SOBA.
+    Deviations: 1. x has the opposite sign: it tends to H^{-1} grad_theta f. 2. x may have a step size of its own. 3.
+    theta and v may be moved by any optimiser and projected; x always takes plain steps.
     """
 
     name: ClassVar[str] = "soba"

@@ -52,9 +52,9 @@ class SRBA(AbstractAlgorithm):
         else:            h <- h + D(z; i, j) - D(z_last; i, j)
         theta <- Pi( theta - rho h_theta ),    x <- x - rho h_x,    v <- Pi( v - gamma h_v )
 
-    with z_last the point one step ago. Constant step sizes converge. Between two passes over all data a step costs twice as
-    much as SOBA's; the memory is three vectors in place of SABA's tables. One outer step is one such iteration:
-    `inner_steps` is not used.
+    with z_last the point one step ago. Constant step sizes converge. Between two passes over all data a step costs
+    twice as much as SOBA's; the memory is three vectors in place of SABA's tables. One outer step is one such
+    iteration: `inner_steps` is not used.
 
     Args:
         q: steps from one pass over all data to the next. The paper takes it of the order of the number of batches.
@@ -64,10 +64,10 @@ class SRBA(AbstractAlgorithm):
     >>> SRBA(q=8).name
     'srba'
 
-    References: M. Dagréou, T. Moreau, S. Vaiter, P. Ablin, A lower bound and a near-optimal algorithm for bilevel empirical
-    risk minimization, 2024, algorithm 1.
-    Deviations: 1. batches in place of single samples. 2. x has the opposite sign, as in `SOBA`. 3. x may have a step size of
-    its own, and is not projected onto a ball. 4. theta and v may be moved by any optimiser.
+    References: M. Dagréou, T. Moreau, S. Vaiter, P. Ablin, A lower bound and a near-optimal algorithm for bilevel
+    empirical risk minimization, 2024, algorithm 1.
+    Deviations: 1. batches in place of single samples. 2. x has the opposite sign, as in `SOBA`. 3. x may have a step
+    size of its own, and is not projected onto a ball. 4. theta and v may be moved by any optimiser.
     """
 
     name: ClassVar[str] = "srba"

@@ -42,22 +42,23 @@ class StocBiO(AbstractAlgorithm):
 
         b_k = B K (1 - phi mu)^k, rounded up, at most all samples
 
-    r_k falls like (1 - phi mu)^k, so that later products may be noisier. theta goes on from the last outer step. T is the
-    solver's inner_steps, eta its inner_lr and alpha its outer_lr.
+    r_k falls like (1 - phi mu)^k, so that later products may be noisier. theta goes on from the last outer step. T is
+    the solver's inner_steps, eta its inner_lr and alpha its outer_lr.
 
     Args:
         K: products of the series; Q in its own paper.
-        phi: its scale. None: 1 / lambda_max from a power iteration before the first step, halved whenever the series grows.
+        phi: its scale. None: 1 / lambda_max from a power iteration before the first step, halved whenever the series
+            grows.
         mu: the strong convexity that the rule for the batches assumes. phi mu must be below 1.
         B: the rule's factor.
-        rule: "decaying" for the batches above, which draws samples by index and needs inner_data=nhgd.Data(...); "constant"
-            for the batches of the loader, whatever it is.
+        rule: "decaying" for the batches above, which draws samples by index and needs inner_data=nhgd.Data(...);
+            "constant" for the batches of the loader, whatever it is.
 
     >>> StocBiO(K=4, B=5, mu=0.5).sizes(phi=1.0, samples=15)
     [15, 10, 5, 3]
 
-    References: K. Ji, J. Yang, Y. Liang, Bilevel optimization: convergence analysis and enhanced design, 2021, algorithms
-    2 and 3, with the batch sizes of their analysis; Natural Hypergradient Descent, appendix on experiments.
+    References: K. Ji, J. Yang, Y. Liang, Bilevel optimization: convergence analysis and enhanced design, 2021,
+    algorithms 2 and 3, with the batch sizes of their analysis; Natural Hypergradient Descent, appendix on experiments.
     Deviations: 1. phi has a default. 2. b_k is capped by the data. 3. a batch has no sample twice.
     """
 

@@ -25,10 +25,10 @@ class SUSTAIN(AbstractAlgorithm):
         h_v     <- F(theta, v) + (1 - eta_v) ( h_v - F(theta_last, v_last) )
         theta <- Pi( theta - beta h_theta ),    v <- Pi( v - alpha h_v )
 
-    p is uniform on 0 .. K - 1 and every H_q, the cross derivative, f and g have fresh batches of their own, the same ones
-    at both points. The first step has no momentum. One outer step is one such iteration: `inner_steps` is not used. beta is
-    the solver's inner_lr and alpha its outer_lr; the paper takes both as Power(lr, 1/3), from `nhgd.schedule`, and eta
-    proportional to alpha^2, so Power(c, 2/3).
+    p is uniform on 0 .. K - 1 and every H_q, the cross derivative, f and g have fresh batches of their own, the same
+    ones at both points. The first step has no momentum. One outer step is one such iteration: `inner_steps` is not
+    used. beta is the solver's inner_lr and alpha its outer_lr; the paper takes both as Power(lr, 1/3), from
+    `nhgd.schedule`, and eta proportional to alpha^2, so Power(c, 2/3).
 
     Args:
         K: terms of the series; p, the products at each of both points, is (K - 1) / 2 on average.
@@ -41,10 +41,10 @@ class SUSTAIN(AbstractAlgorithm):
     >>> SUSTAIN(K=5, outer_momentum=0.9).name
     'sustain'
 
-    References: P. Khanduri, S. Zeng, M. Hong, H.-T. Wai, Z. Wang, Z. Yang, A near-optimal algorithm for stochastic bilevel
-    optimization via double-momentum, 2021, algorithm 1.
-    Deviations: 1. phi has a default. 2. the sum is offered beside the randomised estimate. 3. when phi is halved, the momentum
-    of v begins again.
+    References: P. Khanduri, S. Zeng, M. Hong, H.-T. Wai, Z. Wang, Z. Yang, A near-optimal algorithm for stochastic
+    bilevel optimization via double-momentum, 2021, algorithm 1.
+    Deviations: 1. phi has a default. 2. the sum is offered beside the randomised estimate. 3. when phi is halved, the
+    momentum of v begins again.
     """
 
     name: ClassVar[str] = "sustain"

@@ -38,8 +38,8 @@ class TTSA(AbstractAlgorithm):
     grad_theta f with T = Q_k + 1 and p uniform on 0 .. T - 1: the same mean, half the products, more noise.
 
     One outer step is one such iteration: `inner_steps` is not used. beta_k is the solver's inner_lr and alpha_k its
-    outer_lr; the two time scales of the paper are inner_lr=Power(lr, 2/5) and outer_lr=Power(lr, 3/5), from `nhgd.schedule`.
-    With growth="sqrt" the cost of a step grows without bound; set epoch_steps to slow it down.
+    outer_lr; the two time scales of the paper are inner_lr=Power(lr, 2/5) and outer_lr=Power(lr, 3/5), from
+    `nhgd.schedule`. With growth="sqrt" the cost of a step grows without bound; set epoch_steps to slow it down.
 
     Args:
         K: products of the series at the start.
@@ -53,11 +53,11 @@ class TTSA(AbstractAlgorithm):
     (20, 10, 10)
 
     References: M. Hong, H.-T. Wai, Z. Wang, Z. Yang, A two-timescale stochastic algorithm framework for bilevel
-    optimization: complexity analysis and application to actor-critic, 2023, algorithm 1, the estimator of its section 2;
-    Natural Hypergradient Descent, appendix on experiments (K sqrt(1 + epoch) terms with the scale phi).
-    Deviations: 1. the default is the sum with growing length of the latter; the original, whose length grows like log k, is
-    the preset "ttsa-original". 2. phi has a default. 3. an epoch is an outer step unless told otherwise: neither paper
-    defines it.
+    optimization: complexity analysis and application to actor-critic, 2023, algorithm 1, the estimator of its section
+    2; Natural Hypergradient Descent, appendix on experiments (K sqrt(1 + epoch) terms with the scale phi).
+    Deviations: 1. the default is the sum with growing length of the latter; the original, whose length grows like log
+    k, is the preset "ttsa-original". 2. phi has a default. 3. an epoch is an outer step unless told otherwise: neither
+    paper defines it.
     """
 
     name: ClassVar[str] = "ttsa"

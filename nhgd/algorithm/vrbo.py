@@ -46,23 +46,23 @@ class VRBO(AbstractAlgorithm):
             h_v     <- h_v + F(theta, v) - F(theta_last, v_last)
             theta   <- Pi( theta - beta h_theta ),                    but for the last time
 
-    The first correction follows the move of v, the others the moves of theta; "last" is the point one move ago. H_k, the
-    cross derivative, f and g have batches of their own, the same ones at both points. T is the solver's inner_steps, beta
-    its inner_lr and alpha its outer_lr. An outer step takes 2 K (T + 1) Hessian products.
+    The first correction follows the move of v, the others the moves of theta; "last" is the point one move ago. H_k,
+    the cross derivative, f and g have batches of their own, the same ones at both points. T is the solver's
+    inner_steps, beta its inner_lr and alpha its outer_lr. An outer step takes 2 K (T + 1) Hessian products.
 
     Args:
         K: products of the series; Q in the paper.
-        phi: its scale; eta in the paper. None: 1 / lambda_max from a power iteration at the first step, halved whenever the
-            series grows on the large batches.
+        phi: its scale; eta in the paper. None: 1 / lambda_max from a power iteration at the first step, halved whenever
+            the series grows on the large batches.
         q: outer steps between two large batches.
         large: how many batches make a large one, at either level, or "all" for one pass over the data.
 
     >>> VRBO(q=3).name
     'vrbo'
 
-    References: J. Yang, K. Ji, Y. Liang, Provably faster algorithms for bilevel optimization, 2021, algorithm 2; C. Fang,
-    C. J. Li, Z. Lin, T. Zhang, SPIDER: near-optimal non-convex optimization via stochastic path-integrated differential
-    estimator, 2018.
+    References: J. Yang, K. Ji, Y. Liang, Provably faster algorithms for bilevel optimization, 2021, algorithm 2; C.
+    Fang, C. J. Li, Z. Lin, T. Zhang, SPIDER: near-optimal non-convex optimization via stochastic path-integrated
+    differential estimator, 2018.
     Deviations: 1. phi has a default. 2. the correction after the last inner step is left out when large batches follow,
     because they replace it.
     """

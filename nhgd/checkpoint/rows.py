@@ -49,8 +49,8 @@ def write(
         draft: the folder of the new checkpoint.
         history: all rows.
         pack: the JSON of row i.
-        old: checkpoints that hold the first of these rows, the best first: their folders, how far they reach, and whether
-            their file may be taken over, since they will be taken away. Else it is copied.
+        old: checkpoints that hold the first of these rows, the best first: their folders, how far they reach, and
+            whether their file may be taken over, since they will be taken away. Else it is copied.
     """
     file = draft / NAME
     begun = Written()

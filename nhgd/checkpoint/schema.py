@@ -1,7 +1,7 @@
 """The form of a checkpoint, which is checked once before anything is used.
 
-A file whose hashes fit may still be of another version, or be made by hand. What passes here can be unpacked and put back
-without a further look at kinds, sizes and names.
+A file whose hashes fit may still be of another version, or be made by hand. What passes here can be unpacked and put
+back without a further look at kinds, sizes and names.
 """
 
 from __future__ import annotations

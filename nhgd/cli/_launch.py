@@ -1,7 +1,7 @@
 """`nhgd run --execution distributed`: torch's elastic agent starts, watches and restarts the processes of a run.
 
-The agent's own settings are for clusters. Here its store listens on loopback alone, a process that has stopped answering is
-killed after seconds, and what failed is one sentence: that of the process which failed first.
+The agent's own settings are for clusters. Here its store listens on loopback alone, a process that has stopped
+answering is killed after seconds, and what failed is one sentence: that of the process which failed first.
 """
 
 from __future__ import annotations

@@ -27,7 +27,9 @@ class Parameters:
 
     @classmethod
     def read(cls, path: Path | None, task: str, preset: str = "default") -> Parameters:
-        """Of a file, for a task with a preset: either {"outer_lr": 0.1, ...}, or that under "parameters", as best.json has it."""
+        """Of a file, for a task with a preset: either {"outer_lr": 0.1, ...}, or that under "parameters", as best.json
+        has it.
+        """
         if path is None:
             return cls()
         try:

@@ -1,7 +1,7 @@
 """SIGTERM, SIGHUP and Ctrl-C: how a command ends when it is asked to.
 
-Shells, schedulers and closed terminals send them, and what follows after a while cannot be held up. So a run ends after the
-current outer step, saves its results, and says so; a second signal acts at once.
+Shells, schedulers and closed terminals send them, and what follows after a while cannot be held up. So a run ends after
+the current outer step, saves its results, and says so; a second signal acts at once.
 """
 
 from __future__ import annotations

@@ -150,8 +150,8 @@ def _write_cleaned(path: Path, rows: Table, label: str, cleaner: Any, relabel: b
 
 
 def _by_class(cleaner: Any, y: list[str]) -> list[dict[str, Any]]:
-    """For each class how many rows are given this label, how many of them were found suspect, and to how many suspects of
-    other classes it is suggested; and which labels are suggested to its own suspects.
+    """For each class how many rows are given this label, how many of them were found suspect, and to how many suspects
+    of other classes it is suggested; and which labels are suggested to its own suspects.
     """
     names, given = [str(name) for name in cleaner.classes_], Counter(y)
     counted = []
@@ -181,7 +181,9 @@ def _names(text: str | None) -> set[str]:
 
 
 def _tables(train: Path, trusted: Path | None, separator: str, problems: Problems) -> tuple[Table, Table | None]:
-    """Both files, with the rows that can be read; a file that cannot be is refused with all that is wrong with the other."""
+    """Both files, with the rows that can be read; a file that cannot be is refused with all that is wrong with the
+    other.
+    """
     found: list[Table | None] = []
     for path in (train, trusted):
         found.append(None)

@@ -75,7 +75,9 @@ def demo(
     ),
     as_json: Json = False,
 ) -> None:
-    """Clean a label set of which 40 % is wrong: accuracy before and after, the wrong labels found, and four methods compared."""
+    """Clean a label set of which 40 % is wrong: accuracy before and after, the wrong labels found, and four methods
+    compared.
+    """
     started = time.perf_counter()
     check_folder("--out", out)
     given: Any = context.find_root().command

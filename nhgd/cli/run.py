@@ -116,7 +116,8 @@ def run(
 ) -> None:
     """Solve a task by a method. --out keeps the result, the history, the command and pictures.
 
-    Ctrl-C, SIGTERM and SIGHUP end it after the current outer step; the results so far are written, with "partial": true.
+    Ctrl-C, SIGTERM and SIGHUP end it after the current outer step; the results so far are written, with "partial":
+    true.
     """
     _check_stop_rules(steps, budget)
     if out is not None:

@@ -61,7 +61,9 @@ def band(runs: Sequence[Run], metric: str, axis: str) -> Band | None:
 
 
 def targets_of(runs: Iterable[Run], metric: str) -> dict[int, float]:
-    """For each seed, because it decides the data: nine tenths of the way from its start to the best that a run reached."""
+    """For each seed, because it decides the data: nine tenths of the way from its start to the best that a run
+    reached.
+    """
     starts: dict[int, float] = {}
     bests: dict[int, float] = {}
     better = max if rises(metric) else min

@@ -1,4 +1,6 @@
-"""Which settings of each method are shown: those that its evaluation chose; and whether they lie inside what was tried."""
+"""Which settings of each method are shown: those that its evaluation chose; and whether they lie inside what was
+tried.
+"""
 
 from __future__ import annotations
 

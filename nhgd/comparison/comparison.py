@@ -168,7 +168,8 @@ class Comparison:
 
         Args:
             workers: processes that take the runs, in place of `jobs`; they draw no pictures.
-            until: a reading of `time.monotonic` after which no further run begins; the table is then of those there are.
+            until: a reading of `time.monotonic` after which no further run begins; the table is then of those there
+                are.
         """
         with ExitStack() as stack:
             place = stack.enter_context(folder(out))
@@ -202,7 +203,8 @@ class Comparison:
             return found
 
     def _rehearse_building(self, metric: str | None, elsewhere: bool) -> None:
-        """Make the data once, so that what is wrong with them, or with the target's metric, is one error before any run.
+        """Make the data once, so that what is wrong with them, or with the target's metric, is one error before any
+        run.
 
         Where runs are taken `elsewhere`, this process keeps off the device, and makes only what is read from files.
         """

@@ -30,8 +30,8 @@ class Table:
 
     Args:
         about, runs: as above.
-        target: a metric of the curves and the value that counts as reached; None: nine tenths of the way from each seed's
-            start to its best.
+        target: a metric of the curves and the value that counts as reached; None: nine tenths of the way from each
+            seed's start to its best.
     """
 
     def __init__(self, about: Mapping[str, Any], runs: Sequence[Run], target: tuple[str, float] | None = None) -> None:
@@ -41,7 +41,9 @@ class Table:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """One for each run: method, seed, settings, metrics, seconds, oracle_calls, steps, step_cost, error and more."""
+        """One for each run: method, seed, settings, metrics, seconds, oracle_calls, steps, step_cost, error and
+        more.
+        """
         return [{key: value for key, value in run.items() if key not in _KEPT_APART} for run in self.runs]
 
     @cached_property
@@ -63,7 +65,9 @@ class Table:
 
     @cached_property
     def costs(self) -> list[dict[str, Any]]:
-        """For each method the settings chosen, the runs that failed, and medians of steps and of what one of them costs."""
+        """For each method the settings chosen, the runs that failed, and medians of steps and of what one of them
+        costs.
+        """
         rows = []
         for method, runs in self.chosen.items():
             good = [run for run in runs if run["error"] is None]
@@ -82,7 +86,9 @@ class Table:
 
     @cached_property
     def target(self) -> dict[str, Any] | None:
-        """What counts as reached, and when each method reached it. Without a value each seed has its own, see `targets_of`."""
+        """What counts as reached, and when each method reached it. Without a value each seed has its own, see
+        `targets_of`.
+        """
         good = {name: [run for run in runs if run["error"] is None] for name, runs in self.chosen.items()}
         metric, value = (self.about["curve"], None) if self._target is None else self._target
         known = dict.fromkeys(name for run in self.runs for point in run["points"] for name in point)

@@ -51,7 +51,8 @@ class Trial:
         watch: sees what was spent and the selection loss after each evaluation, and says whether the run ends there.
         longest: seconds of outer steps after which a run ends that may take a number of them.
         brief: whether the metrics at the end are those of an evaluation, where the task's summary would take longer.
-        memory: whether the memory of its outer steps is measured: on the CPU in the separate run, on a GPU in the run itself.
+        memory: whether the memory of its outer steps is measured: on the CPU in the separate run, on a GPU in the run
+            itself.
     """
 
     task: str | AbstractTask
@@ -218,7 +219,9 @@ class _Pace:
         self._last = 0.0
 
     def note(self, row: Row) -> None:
-        """After each step: the next one is evaluated if one and a half intervals have gone since the last evaluation."""
+        """After each step: the next one is evaluated if one and a half intervals have gone since the last
+        evaluation.
+        """
         spent = gradient_equivalents(row) if self._unit == "gradients" else row[self._unit]
         if f"{FULL}outer_loss" in row:
             self._last = spent

@@ -1,7 +1,7 @@
 """Runs of a comparison in several processes, with nothing but the standard library: for machines that have no joblib.
 
-Each worker takes one run after another, so that what is loaded or warmed up once serves all of its runs. A worker that dies,
-or that outlasts its limit, costs the run it had and no other.
+Each worker takes one run after another, so that what is loaded or warmed up once serves all of its runs. A worker that
+dies, or that outlasts its limit, costs the run it had and no other.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Workers:
         self._workers.clear()
 
     def measured(self, trials: Iterable[Trial], store: Store | None) -> Iterator[tuple[Trial, Run]]:
-        """Every trial with its run, in the order in which they end. `trials` is asked for the next when a worker is free."""
+        """Every trial with its run, in the order in which they end. `trials` is asked for the next when a worker is
+        free.
+        """
         left = iter(trials)
         try:
             while True:

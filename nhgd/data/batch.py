@@ -1,7 +1,8 @@
 """Batches: whatever the user's loader yields, a tensor or tensors in tuples, lists, mappings and dataclasses.
 
-Other objects that hold tensors, such as graphs and packed sequences, are not looked into for samples: how many they have is
-known from the losses alone. They are moved by their own `.to()`, and their tensors are seen by `first_bad` and `fingerprint`.
+Other objects that hold tensors, such as graphs and packed sequences, are not looked into for samples: how many they
+have is known from the losses alone. They are moved by their own `.to()`, and their tensors are seen by `first_bad` and
+`fingerprint`.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ def breast_cancer() -> tuple[Tensor, Tensor]:
 
 
 def made(samples: int, features: int, classes: int, rare: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Samples (N, d) in clusters and their classes (N,), made by scikit-learn: half of the features tell, a quarter follow
-    from those.
+    """Samples (N, d) in clusters and their classes (N,), made by scikit-learn: half of the features tell, a quarter
+    follow from those.
 
     Args:
         rare: the share of the samples that are not of class 0.

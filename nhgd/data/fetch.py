@@ -110,9 +110,9 @@ def cache() -> Path:
 def fetch(name: str, folder: Path | None = None, tell: Callable[[float, str], None] | None = None) -> list[Path]:
     """Download an image set, or its missing files; returns its four files.
 
-    Existing correct files are kept, and interrupted downloads continue. If a mirror fails, sends a wrong file or is too slow,
-    the next one is tried. Only a file with the right size and checksum gets its final name, and no more than that size is ever
-    downloaded.
+    Existing correct files are kept, and interrupted downloads continue. If a mirror fails, sends a wrong file or is too
+    slow, the next one is tried. Only a file with the right size and checksum gets its final name, and no more than that
+    size is ever downloaded.
 
     Args:
         name: "mnist" or "fashion-mnist".

@@ -27,9 +27,9 @@ UNLOOKED = {"thumbs.db", "desktop.ini"}  # files that systems leave in folders o
 def read_image_folder(folder: Path, size: int | None, tick: Tick) -> tuple[Array, list[str]]:
     """Images (N, H, W, C) as bytes and their classes. All files that cannot be read are refused together.
 
-    All get one size: (size, size), or the most frequent one, made smaller if a side is longer than 64 pixels. An image of
-    another size is scaled until it covers that, and what overhangs on both sides is cut off. They are grey (C = 1) if all
-    files are, else in colour (C = 3).
+    All get one size: (size, size), or the most frequent one, made smaller if a side is longer than 64 pixels. An image
+    of another size is scaled until it covers that, and what overhangs on both sides is cut off. They are grey (C = 1)
+    if all files are, else in colour (C = 3).
 
     Args:
         folder: with a folder for each class, named after it, and images in these.

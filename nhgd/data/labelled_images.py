@@ -39,7 +39,9 @@ class LabelledImages:
         return self.images.reshape(len(self.images), -1)
 
     def split(self, share: float, seed: int) -> tuple[Array, Array]:
-        """The indices of about this share of each class, at least one image of each, drawn at random; and of the rest."""
+        """The indices of about this share of each class, at least one image of each, drawn at random; and of the
+        rest.
+        """
         random = np.random.default_rng(seed)
         members = [random.permutation(np.flatnonzero(self.codes == c)) for c in range(len(self.classes))]
         counts = [min(max(1, round(share * len(mine))), len(mine) - 1) for mine in members]

@@ -19,8 +19,8 @@ from nhgd.errors import InputError
 class Data:
     """Tensors in memory, yielded as batches `(x, y, ..., index)`, reshuffled at every pass.
 
-    A pass draws an order and gathers each batch by it when it is asked for: no shuffled copy of the tensors is held, and the
-    memory of a batch serves the next.
+    A pass draws an order and gathers each batch by it when it is asked for: no shuffled copy of the tensors is held,
+    and the memory of a batch serves the next.
 
     Args:
         arrays: tensors or NumPy arrays with the same first dimension.
@@ -142,7 +142,9 @@ class Walk(Iterator[tuple[Tensor, ...]]):
 
 
 def _cut(samples: int, batch: int) -> list[int]:
-    """Where the batches of a pass start, the shorter one last: the samples form a ring that is cut at a random place."""
+    """Where the batches of a pass start, the shorter one last: the samples form a ring that is cut at a random
+    place.
+    """
     first = int(torch.randint(samples, ()))
     order = [int(k) for k in torch.randperm(samples // batch)]
     order += [len(order)] if samples % batch else []

@@ -12,8 +12,8 @@ from torch import Tensor
 class Padded(tuple[Any, ...]):
     """A batch of B samples of which the first n count, while the others repeat one of them.
 
-    Their weights are multiplied by `share`, which is B / n for those that count and 0 for the others. So a mean over B of
-    anything that is weighted is the mean over n.
+    Their weights are multiplied by `share`, which is B / n for those that count and 0 for the others. So a mean over B
+    of anything that is weighted is the mean over n.
 
     Attributes:
         share: (B,).

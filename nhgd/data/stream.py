@@ -31,8 +31,8 @@ class BatchStream:
         source: the loader.
         name: what messages call it.
         device: where batches go.
-        remember: note the states of the random generators whenever the source may draw from them, so that `position` can
-            describe the walk.
+        remember: note the states of the random generators whenever the source may draw from them, so that `position`
+            can describe the walk.
     """
 
     def __init__(self, source: Iterable[Batch], name: str, device: torch.device, remember: bool = False) -> None:

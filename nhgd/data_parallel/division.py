@@ -149,8 +149,8 @@ class Division:
 def is_mean_of_parts(problem: Bilevel, level: Level, batch: Batch, own: Batch, shard: Shard) -> bool:
     """Whether the loss on a batch, and its gradients, are the means of those on the workers' parts, up to rounding.
 
-    A sum over samples, a ratio or batch statistics are not. Where random numbers enter, two passes differ anyway, and the
-    user is trusted, but for BatchNorm in training mode. All workers get the same answer.
+    A sum over samples, a ratio or batch statistics are not. Where random numbers enter, two passes differ anyway, and
+    the user is trusted, but for BatchNorm in training mode. All workers get the same answer.
     """
     for root in (problem.theta.root, problem.v.root):
         for module in root.modules() if root is not None else ():

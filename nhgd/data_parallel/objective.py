@@ -30,8 +30,8 @@ class DividedObjective(Objective):
 
         (b / B) mean_i( w_i l_i ) + (1 / N) sum( l2 * theta^2 )
 
-    and the sum of the terms over the workers is the objective on the whole batch. All workers must ask the same questions in
-    the same order.
+    and the sum of the terms over the workers is the objective on the whole batch. All workers must ask the same
+    questions in the same order.
 
     Args:
         problem, seed: as of `Objective`.

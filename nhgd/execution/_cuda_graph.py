@@ -28,8 +28,8 @@ class _Graph(NamedTuple):
 class GraphCache:
     """The graphable work of an inverse on one record or on several, whose kernels are launched all at once.
 
-    A thread that launches many small kernels takes Python's lock from the inner loop at each of them. What is returned lives
-    in memory that the next call writes to again: use it on the same stream before that.
+    A thread that launches many small kernels takes Python's lock from the inner loop at each of them. What is returned
+    lives in memory that the next call writes to again: use it on the same stream before that.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,9 @@ class GraphCache:
     ) -> Any:
         """The result of the work for these records, joined; replayed from a graph if there is one.
 
-        `given` are the tensors of each record, where they are known. A graph is captured by calls with `capture`. Those must be
-        in the inner loop's thread: until torch 2.13 no other thread may draw random numbers on the GPU meanwhile, such as those
-        of dropout.
+        `given` are the tensors of each record, where they are known. A graph is captured by calls with `capture`. Those
+        must be in the inner loop's thread: until torch 2.13 no other thread may draw random numbers on the GPU
+        meanwhile, such as those of dropout.
         """
         given = [tensors(record) for record in records] if given is None else given
         flat = [tensor for some in given for tensor in some]

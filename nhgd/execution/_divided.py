@@ -21,7 +21,8 @@ from nhgd.variable import Variable
 
 
 class DividedLayers:
-    """The layers of K-FAC divided over workers: each keeps the factors of its own, decomposes them and solves with them.
+    """The layers of K-FAC divided over workers: each keeps the factors of its own, decomposes them and solves with
+    them.
 
     A parameter outside of layers belongs to the first worker. All workers must make the same calls.
 

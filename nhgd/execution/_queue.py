@@ -19,8 +19,8 @@ from nhgd.execution.base import Traffic
 class Launched(NamedTuple):
     """Records being folded in on a CUDA device: the event of their end, and what to do then.
 
-    `given` are their tensors, which are kept until then, with their versions. `finalise` makes the state after them, where that
-    takes numbers which the device must give first.
+    `given` are their tensors, which are kept until then, with their versions. `finalise` makes the state after them,
+    where that takes numbers which the device must give first.
     """
 
     done: torch.cuda.Event
@@ -38,8 +38,8 @@ class _Job(NamedTuple):
 class Queue:
     """Jobs that one thread does, in their order, and what they change: a state.
 
-    What the thread raises is raised in the inner loop, at its next call. On a CUDA device a record is outstanding until its work
-    there is done, not only launched.
+    What the thread raises is raised in the inner loop, at its next call. On a CUDA device a record is outstanding until
+    its work there is done, not only launched.
 
     Args:
         owner: the name of the executor, for messages.

@@ -13,8 +13,8 @@ import torch
 class Stopwatch:
     """Adds up the time of marked sections: by the clock on the CPU, by events on a CUDA device.
 
-    Events are only noted as the work is launched; the time between them is read later, so that nothing waits for it. One
-    thread may mark sections while another reads.
+    Events are only noted as the work is launched; the time between them is read later, so that nothing waits for it.
+    One thread may mark sections while another reads.
 
     >>> watch = Stopwatch(torch.device("cpu"))
     >>> with watch.running():

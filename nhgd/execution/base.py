@@ -65,18 +65,20 @@ class Curvature(NamedTuple):
 class AbstractExecutor(ABC):
     """Takes the records of the inner steps and keeps the state of an inverse.
 
-    Every backend must give, once it has every record, the state that `Inline` gives. To write one, extend `start` and implement
-    `begin`, `submit`, `state` and `restore`, and `close` if it holds resources. A backend that works concurrently
-    with the inner loop may implement `SupportsOverlap`.
+    Every backend must give, once it has every record, the state that `Inline` gives. To write one, extend `start` and
+    implement `begin`, `submit`, `state` and `restore`, and `close` if it holds resources. A backend that works
+    concurrently with the inner loop may implement `SupportsOverlap`.
 
     Args:
-        max_lag: how many records may be outstanding before `submit` waits; 0: it waits for each. None: the backend's own.
+        max_lag: how many records may be outstanding before `submit` waits; 0: it waits for each. None: the backend's
+            own.
         stale: whether an outer step takes the current state at the end of the inner loop, with records outstanding; by
             default it waits for them, so that the result is that of the inline run.
 
     Attributes:
         inverse: the inverse in use.
-        learner: the part of it that learns, whose state this is; None where nothing does, and then nothing is submitted.
+        learner: the part of it that learns, whose state this is; None where nothing does, and then nothing is
+            submitted.
         traffic: counters of the backend's work.
         group: the processes that take part.
     """

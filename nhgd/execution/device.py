@@ -27,8 +27,9 @@ from nhgd.variable import Variable
 class Device(AbstractBackground):
     """On a second device: records go there one way, and at the end of the inner loop u goes and x comes back.
 
-    The state never travels, and `bytes_sent` counts all that does: records, u, the ridge and x. Copies between two GPUs go directly where one can reach the other's memory and through pinned
-    memory of the host where not; they run on streams of their own, so that the inner loop does not wait for them.
+    The state never travels, and `bytes_sent` counts all that does: records, u, the ridge and x. Copies between two GPUs
+    go directly where one can reach the other's memory and through pinned memory of the host where not; they run on
+    streams of their own, so that the inner loop does not wait for them.
 
     Args:
         device: where the curvature is kept, such as "cuda:1" or "cpu"; None: the next GPU after theta's.

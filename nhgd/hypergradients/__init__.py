@@ -48,7 +48,8 @@ def hypergradient(
         problem: a `Bilevel`.
         inner_batch: where the inner objective and its derivatives are taken.
         outer_batch: where the outer loss is taken.
-        inverse: a name or an object, for example `nhgd.inverse.CG(steps=100)`; None: "cg" where the estimator needs one.
+        inverse: a name or an object, for example `nhgd.inverse.CG(steps=100)`; None: "cg" where the estimator needs
+            one.
         estimator: "implicit", "unrolled", or an object.
         inner_data: batches that online inverses learn from and products run over, in place of inner_batch.
         seed: what dropout is drawn from.

@@ -35,7 +35,8 @@ class SolveWarnings:
 
     Attributes:
         patient: whether a large residual is acceptable, because x continues from one outer step to the next.
-        tolerated_divergences: how many more solves may diverge without a warning, because the method then lowers its step.
+        tolerated_divergences: how many more solves may diverge without a warning, because the method then lowers its
+            step.
     """
 
     def __init__(self) -> None:
@@ -136,9 +137,9 @@ def _lengths(u: Tensor, x: Tensor) -> Tensor:
 def _vanished(size: int, uu: float, ux: float, xx: float) -> bool:
     """Whether a learnt inverse may have learnt from gradients that vanish, so that one product is well spent.
 
-    The mean squared gradient of a sample is the trace of the Fisher matrix. D times the curvature that the inverse found along
-    x stands for it, because the default damping is a share of the mean diagonal; beside it stands the squared gradient of the
-    outer loss. A large outer loss looks the same, which the product distinguishes.
+    The mean squared gradient of a sample is the trace of the Fisher matrix. D times the curvature that the inverse
+    found along x stands for it, because the default damping is a share of the mean diagonal; beside it stands the
+    squared gradient of the outer loss. A large outer loss looks the same, which the product distinguishes.
     """
     return bool(xx > 0 and size * ux / xx < VANISHED * uu)
 

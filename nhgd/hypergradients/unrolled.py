@@ -55,12 +55,13 @@ def through(
 
         theta_{t+1} = Pi( theta_t - rate_t grad_theta l(v, theta_t, batch_t) ),      d/dv f(v, theta_n(v))
 
-    The graph of all steps is held until the end, and no longer. The way back through a step is one product with the cross
-    derivative and, but for the first, one with the Hessian; they are counted as such.
+    The graph of all steps is held until the end, and no longer. The way back through a step is one product with the
+    cross derivative and, but for the first, one with the Hessian; they are counted as such.
 
     Args:
         start: theta_0, one tensor a leaf, taken as a constant.
-        rates: the size of each step, or of all of them as a function of v, which is differentiated too. None: the rule's.
+        rates: the size of each step, or of all of them as a function of v, which is differentiated too. None: the
+            rule's.
         seed: of the dropout of the outer pass; that of the steps comes from the current generator.
         radius: of the ball Pi projects onto; None for no projection.
         rule: of an optimiser that takes the steps, its moments differentiated too; None: gradient steps as above.
@@ -108,8 +109,8 @@ class Unrolled(AbstractHypergradient):
 
     Args:
         steps: T.
-        lr: the step size: a number, or `nhgd.schedule.Learnt(function of v)`. None: 1 / lambda_max(H) from a power iteration
-            at the current point.
+        lr: the step size: a number, or `nhgd.schedule.Learnt(function of v)`. None: 1 / lambda_max(H) from a power
+            iteration at the current point.
         truncate: how many of the last steps to differentiate; None for all of them.
 
     >>> Unrolled(steps=30, truncate=5).truncate

@@ -1,6 +1,6 @@
 """The steps of torch's optimisers as functions of the gradient, which can be differentiated.
 
-    SGD      b <- momentum b + (1 - dampening) g,                      theta <- theta - lr b       (nesterov: g + momentum b)
+    SGD      b <- momentum b + (1 - dampening) g,      theta <- theta - lr b      (nesterov: g + momentum b)
     Adam     m <- beta_1 m + (1 - beta_1) g,     s <- beta_2 s + (1 - beta_2) g^2
              theta <- theta - lr m / (1 - beta_1^t) / ( sqrt(s / (1 - beta_2^t)) + eps )
 

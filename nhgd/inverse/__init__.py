@@ -33,7 +33,8 @@ INVERSES = Registry("inverse", AbstractInverse, list(vars().values()))
 def resolve(inverse: str | AbstractInverse) -> AbstractInverse:
     """An inverse from its name, with default settings, or from itself.
 
-    A number after the name sets its steps, or the field that its class names as `steps_field`, and refined is followed by the name of the inner inverse.
+    A number after the name sets its steps, or the field that its class names as `steps_field`, and refined is followed
+    by the name of the inner inverse.
 
     >>> resolve("cg-10")
     CG(steps=10, tol=1e-08, damping=0.0)

@@ -30,10 +30,11 @@ class BFGS(Iterative):
 
         an update:  G <- (I - s y^T / s.y) G (I - y s^T / s.y) + s s^T / s.y
 
-    Each step takes one Hessian product. With the alpha above, which minimises the quadratic along p, the iterates are those of
-    conjugate gradients, whatever the memory, but for rounding, against which the pairs help. With alpha = 1 it is the recursion
-    that quasi-Newton methods for bilevel problems run; its first step takes the alpha above, because nothing is known before
-    it. G stays positive definite: a pair without positive curvature is left out, and ends the iteration.
+    Each step takes one Hessian product. With the alpha above, which minimises the quadratic along p, the iterates are
+    those of conjugate gradients, whatever the memory, but for rounding, against which the pairs help. With alpha = 1 it
+    is the recursion that quasi-Newton methods for bilevel problems run; its first step takes the alpha above, because
+    nothing is known before it. G stays positive definite: a pair without positive curvature is left out, and ends the
+    iteration.
 
     Args:
         steps: maximum number of products.
@@ -45,12 +46,12 @@ class BFGS(Iterative):
     >>> BFGS(steps=10).products
     10
 
-    References: J. Nocedal, Updating quasi-Newton matrices with limited storage, 1980 (two loops); Z. Ramzi, F. Mannel, S. Bai,
-    J.-L. Starck, P. Ciuciu, T. Moreau, SHINE: sharing the inverse estimate from the forward pass for bi-level optimization and
-    implicit models, 2022; S. Fang, Y.-J. Liu, W. Yao, C. Yu, J. Zhang, qNBO: quasi-Newton meets bilevel optimization, 2025.
-    Deviations: 1. the pairs come from Hessian products on the batches of the solve, as in qNBO's second loop, and not from
-    differences of stochastic gradients between inner steps, as in SHINE: those differ by their batches too. 2. the residual is
-    watched, and the best iterate returned, as in `CG`.
+    References: J. Nocedal, Updating quasi-Newton matrices with limited storage, 1980 (two loops); Z. Ramzi, F. Mannel,
+    S. Bai, J.-L. Starck, P. Ciuciu, T. Moreau, SHINE: sharing the inverse estimate from the forward pass for bi-level
+    optimization and implicit models, 2022; S. Fang, Y.-J. Liu, W. Yao, C. Yu, J. Zhang, qNBO: quasi-Newton meets
+    bilevel optimization, 2025. Deviations: 1. the pairs come from Hessian products on the batches of the solve, as in
+    qNBO's second loop, and not from differences of stochastic gradients between inner steps, as in SHINE: those differ
+    by their batches too. 2. the residual is watched, and the best iterate returned, as in `CG`.
     """
 
     name: ClassVar[str] = "bfgs"

@@ -31,8 +31,8 @@ class Broyden(Iterative):
                  p = G r;  y = H p;  alpha = r.y / y.y;  x += alpha p;  r -= alpha y;  (s, y) = alpha (p, y)
 
     t is s made orthogonal to the earlier t's in memory. With it G keeps every pair it has seen, G y = s, so that G is
-    H^{-1} after D independent steps and `steps` = D gives the solution; without it (t = s, projected=False) the method is
-    the classical one, which needs up to 2 D steps. Each step takes one Hessian product.
+    H^{-1} after D independent steps and `steps` = D gives the solution; without it (t = s, projected=False) the method
+    is the classical one, which needs up to 2 D steps. Each step takes one Hessian product.
 
     Args:
         steps: maximum number of products, in addition to the one or two that measure the first x.

@@ -168,7 +168,8 @@ class Couples(Protocol):
     def couples(self) -> bool:
         """Whether products of one parameter's rows with another's matter, so that rows must be gradients of samples.
 
-        Where not, a record may take them from two passes, and from the batch objective where BatchNorm couples the samples.
+        Where not, a record may take them from two passes, and from the batch objective where BatchNorm couples the
+        samples.
         """
         ...
 
@@ -260,7 +261,9 @@ def kept(inverse: AbstractInverse, theta: Variable) -> int:
 
 
 def saved(inverse: AbstractInverse, theta: Variable, layers: Collection[str]) -> tuple[int, int]:
-    """The bytes that it does not need, in all and while inner steps are taken, because these layers share their inputs."""
+    """The bytes that it does not need, in all and while inner steps are taken, because these layers share their
+    inputs.
+    """
     return inverse.saved(theta, layers) if isinstance(inverse, SharesInputs) else (0, 0)
 
 

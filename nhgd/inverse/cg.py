@@ -26,12 +26,12 @@ class CG(Iterative):
         r = u - H x,  p = r
         repeat:  alpha = r.r / p.Hp;  x += alpha p;  r_new = r - alpha Hp;  p = r_new + (r_new.r_new / r.r) p
 
-    It stops after `steps` products, when |r| <= tol |u|, or when the curvature along p is not positive. If it is clearly
-    negative, `notes["negative_curvature"]` is True. If it is no larger than the rounding error of the largest one seen, p may
-    belong to a badly scaled parameter, or H may be singular: the iteration continues, and one more product shows whether the
-    residual really fell. If it did not, x is reset, and the rest of u, the fraction `notes["outside"]` of its length, is outside
-    the range of H. In both cases, and if the residual of the last iterate is longer than u or than ten times the least, x is
-    the iterate of least residual.
+    It stops after `steps` products, when |r| <= tol |u|, or when the curvature along p is not positive. If it is
+    clearly negative, `notes["negative_curvature"]` is True. If it is no larger than the rounding error of the largest
+    one seen, p may belong to a badly scaled parameter, or H may be singular: the iteration continues, and one more
+    product shows whether the residual really fell. If it did not, x is reset, and the rest of u, the fraction
+    `notes["outside"]` of its length, is outside the range of H. In both cases, and if the residual of the last iterate
+    is longer than u or than ten times the least, x is the iterate of least residual.
 
     Args:
         steps: maximum number of products.

@@ -39,19 +39,19 @@ class EKFAC(AbstractKronecker[EKFACState]):
     M is the diagonal of the layer's Fisher matrix in that basis, so no other diagonal is nearer to it in the Frobenius
     norm, and its trace is exact. No per-sample gradient is formed for layers that see one place.
 
-    The basis has to exist when the moments are taken. It is made at the first observation, and again at every multiple of
-    `invert_every`, from the running factors. M is then carried over. It stands for A (x) G with a correction that is
+    The basis has to exist when the moments are taken. It is made at the first observation, and again at every multiple
+    of `invert_every`, from the running factors. M is then carried over. It stands for A (x) G with a correction that is
     diagonal in the old basis; the diagonal of that matrix in the new basis is
 
         M <- D_new + (R_G * R_G) (M - D_old) (R_A * R_A)^T,    R_A = Q_A_new^T Q_A_old,   R_G = Q_G_new^T Q_G_old
 
-    with D the diagonal of A (x) G in either basis. Entries below zero are set to zero, and the trace is kept. M stays as it
-    is where the eigenvectors only changed their order or signs. After one batch M is exact; after several it is exact as
-    long as the basis stayed the same.
+    with D the diagonal of A (x) G in either basis. Entries below zero are set to zero, and the trace is kept. M stays
+    as it is where the eigenvectors only changed their order or signs. After one batch M is exact; after several it is
+    exact as long as the basis stayed the same.
 
-    A ridge that differs within a layer is no diagonal in that basis: it takes conjugate gradients, as in `KFAC`. Where it has
-    the form of rows times columns, over more than three decades, K-FAC's basis for that ridge preconditions them, if it costs
-    no more than they do.
+    A ridge that differs within a layer is no diagonal in that basis: it takes conjugate gradients, as in `KFAC`. Where
+    it has the form of rows times columns, over more than three decades, K-FAC's basis for that ridge preconditions
+    them, if it costs no more than they do.
 
     Args:
         damping, beta, fisher, factor_every, overhead, effort, dense_limit, dtype, offload: as in `KFAC`.
@@ -64,8 +64,8 @@ class EKFAC(AbstractKronecker[EKFACState]):
     References: T. George et al., Fast approximate natural gradient descent in a Kronecker-factored eigenbasis, 2018,
     algorithm 1.
 
-    Deviations: 1. The moments are carried over to a new basis, where the paper starts them again, because a solve may come
-    at any step. 2. They are weighted like K-FAC's factors, and running means with bias correction.
+    Deviations: 1. The moments are carried over to a new basis, where the paper starts them again, because a solve may
+    come at any step. 2. They are weighted like K-FAC's factors, and running means with bias correction.
     """
 
     name: ClassVar[str] = "ekfac"

@@ -24,12 +24,12 @@ class Exact(Iterative):
 
         x = (H + damping I)^+ u
 
-    Rows and columns are scaled first, so that a badly scaled parameter is no small eigenvalue (`Factorised`). A positive
-    definite H is then solved by Cholesky, any other by its eigenvalues, where those of rounding size, below
-    max(10, sqrt(D)) eps times the largest, count as zero: x is the shortest of those with the least residual. eps is that of
-    theta's dtype, whose products these are; the solve itself is in float64. `notes` say whether H is `positive_definite`,
-    whether it has `negative_curvature`, which part of u lies `outside` of its range, and how much longer than x what was
-    `cut` could have been.
+    Rows and columns are scaled first, so that a badly scaled parameter is no small eigenvalue (`Factorised`). A
+    positive definite H is then solved by Cholesky, any other by its eigenvalues, where those of rounding size, below
+    max(10, sqrt(D)) eps times the largest, count as zero: x is the shortest of those with the least residual. eps is
+    that of theta's dtype, whose products these are; the solve itself is in float64. `notes` say whether H is
+    `positive_definite`, whether it has `negative_curvature`, which part of u lies `outside` of its range, and how much
+    longer than x what was `cut` could have been.
 
     Args:
         damping: added to the diagonal.
@@ -109,10 +109,11 @@ def dense(oracle: Oracle, tick: Callable[[float], None] = lambda done: None, chu
 class Factorised:
     """A symmetric matrix, factorised: by Cholesky if it is clearly positive definite, else by eigenvalues.
 
-    Both are of the scaled matrix S, H = D S D with a diagonal D, in which the largest entry of every row is 1; for a positive
-    semidefinite H, D^2 is its diagonal. An entry is a sum of products of two derivatives, and its rounding error is a share of
-    their sizes: S, not H, has the same error everywhere, and a direction is lost in rounding only where its eigenvalue is small
-    in S. What a sum was before it cancelled shows in how far H is from symmetric, and counts as the size of an entry.
+    Both are of the scaled matrix S, H = D S D with a diagonal D, in which the largest entry of every row is 1; for a
+    positive semidefinite H, D^2 is its diagonal. An entry is a sum of products of two derivatives, and its rounding
+    error is a share of their sizes: S, not H, has the same error everywhere, and a direction is lost in rounding only
+    where its eigenvalue is small in S. What a sum was before it cancelled shows in how far H is from symmetric, and
+    counts as the size of an entry.
 
     Where eigenvalues of S are of rounding size, their vectors N count as its null space, and D^{-1} N spans that of H.
 

@@ -35,9 +35,9 @@ from nhgd.variable import Variable
 class DenseState(State):
     """The estimate of `FisherDense`.
 
-    `matrix` (D, D) is F or A; `count` is the number of observations it is worth; `curvature` is the mean diagonal of the
-    matrix that A inverts; `observed` counts the steps and `restarts` the times the guard began again. `waiting` are rows of
-    later steps, which are not in any of these yet.
+    `matrix` (D, D) is F or A; `count` is the number of observations it is worth; `curvature` is the mean diagonal of
+    the matrix that A inverts; `observed` counts the steps and `restarts` the times the guard began again. `waiting` are
+    rows of later steps, which are not in any of these yet.
     """
 
     matrix: Tensor
@@ -67,29 +67,31 @@ class FisherDense(Learned[DenseState]):
         A <- (A - q A R^T (I + q R A R^T)^{-1} R A) / (1 - g)
 
     which for one row is the rank-one update of the paper. The matrix form costs one Cholesky factorisation a solve and
-    holds the ridge and the damping exactly. In the inverse form the prior decays, so no constant ridge or damping can be
-    held: they are in the prior alone, and without visits A grows by 1 / (1 - g) each step. A guard watches that growth.
+    holds the ridge and the damping exactly. In the inverse form the prior decays, so no constant ridge or damping can
+    be held: they are in the prior alone, and without visits A grows by 1 / (1 - g) each step. A guard watches that
+    growth.
 
     Args:
         form: "matrix" or "inverse": which of the two is kept.
         update: "average" or "ema": how observations are weighted.
         beta: what an EMA keeps each step, between 0 and 1.
         records: "sample" (per-sample gradients, folded as one block); "batch" (the gradient of the batch without the
-            ridge, scaled to estimate F near an inner optimum; equal weights only); or "raw" (the gradient as the optimiser
-            saw it, ridge included, as the paper prints it: it estimates F / B near an inner optimum, and nothing useful
-            for full batches).
+            ridge, scaled to estimate F near an inner optimum; equal weights only); or "raw" (the gradient as the
+            optimiser saw it, ridge included, as the paper prints it: it estimates F / B near an inner optimum, and
+            nothing useful for full batches).
         fisher: "empirical", "exact" or "sampled"; the last two need records="sample".
         damping: added to the diagonal with the ridge, in the matrix form only. "auto": the horizon's in a run;
-            elsewhere, and for None everywhere, nothing under a positive ridge and 1e-3 of the mean diagonal of F otherwise.
-        warm: what a new outer step begins from. "prior": the last estimate, worth t0 observations at most; "accumulate":
-            the last estimate and its count; "reset": nothing learnt before.
+            elsewhere, and for None everywhere, nothing under a positive ridge and 1e-3 of the mean diagonal of F
+            otherwise.
+        warm: what a new outer step begins from. "prior": the last estimate, worth t0 observations at most;
+            "accumulate": the last estimate and its count; "reset": nothing learnt before.
         prior: A^0 = I / prior in the inverse form.
         t0: how many observations a prior is worth, at least 1.
         guard: "stop" or "restart" (from the prior) when the inverse winds up.
         limit: the largest entry of A, in units of the inverse mean curvature, before the guard acts. None: 1e11 in
             float64 and the same number of lost digits in other dtypes (2e2 in float32).
-        fold: rank-one updates of the inverse made together, in one pass over the array; those that wait are made before a
-            solve. The result is the same to rounding, and the guard acts later.
+        fold: rank-one updates of the inverse made together, in one pass over the array; those that wait are made before
+            a solve. The result is the same to rounding, and the guard acts later.
         dtype: of the array; float64 whatever theta's.
         max_dim: D above which `init` refuses.
 
@@ -102,7 +104,8 @@ class FisherDense(Learned[DenseState]):
     References: Natural Hypergradient Descent, equation (inv_efim_update) for update="average" and its smoothed rank-one
     update, in the implementation details, for "ema"; M. A. Woodbury, Inverting modified matrices, 1950.
     Deviations: 1. A^0 counts as t0 observations, because the printed weights divide by t = 0. 2. per-sample gradients,
-    rows sqrt(w_i) s_i, instead of the gradient of the batch, whose outer product estimates F / B (records="raw": as printed).
+    rows sqrt(w_i) s_i, instead of the gradient of the batch, whose outer product estimates F / B (records="raw": as
+    printed).
     3. the ridge is left out of F and added exactly, in the matrix form. 4. the inverse form stops or restarts before it
     overflows. 5. beta outside (0, 1) is refused.
     """

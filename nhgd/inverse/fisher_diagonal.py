@@ -53,8 +53,8 @@ class FisherDiagonal(LayerMeans[FisherDiagonalState]):
 
     Args:
         damping: added to the diagonal with the ridge 2 l2. "auto": the horizon's in a run; elsewhere, and for
-            None everywhere, nothing where the ridge is positive everywhere, else 1e-3 of the mean of f. `notes["damping"]`
-            says what was used in addition to the horizon's.
+            None everywhere, nothing where the ridge is positive everywhere, else 1e-3 of the mean of f.
+            `notes["damping"]` says what was used in addition to the horizon's.
         beta: how slowly batches fade from the running mean, in [0, 1), with bias correction; None: never, and every
             sample observed counts the same.
         fisher: "empirical", "exact" (expectation over the model's own labels) or "sampled".
@@ -66,8 +66,8 @@ class FisherDiagonal(LayerMeans[FisherDiagonalState]):
     'layer'
 
     References: S. Becker, Y. LeCun, Improving the convergence of back-propagation learning with second order methods,
-    1988, section 3 (a diagonal in place of the matrix); J. Martens, New insights and perspectives on the natural gradient
-    method, 2020, section 13 (the diagonal empirical Fisher matrix).
+    1988, section 3 (a diagonal in place of the matrix); J. Martens, New insights and perspectives on the natural
+    gradient method, 2020, section 13 (the diagonal empirical Fisher matrix).
 
     Deviations: 1. The mean of squared gradients of samples, not the square of the mean gradient of a batch that Adam
     uses, because the latter is smaller by the batch size.

@@ -34,8 +34,8 @@ from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
 MANY_ROWS = 20_000
-# On a CPU new rows of the Gram matrix are made some at a time, so that the same memory is used again and again in place of
-# asking the system for more: this many numbers, and no fewer rows than make a product worth its beginning.
+# On a CPU new rows of the Gram matrix are made some at a time, so that the same memory is used again and again in place
+# of asking the system for more: this many numbers, and no fewer rows than make a product worth its beginning.
 NUMBERS_AT_A_TIME = 2**20
 ROWS_AT_A_TIME = 512
 
@@ -61,23 +61,23 @@ class FisherWindow(Periodic[WindowState]):
     decays that should not: the damping is constant, and directions that no gradient visits get u / s.
 
     Args:
-        window: how many samples are kept, at most; for records="batch", how many steps. For fisher="exact" a sample has a
-            row for each output.
+        window: how many samples are kept, at most; for records="batch", how many steps. For fisher="exact" a sample has
+            a row for each output.
         weights: "average" or "ema".
         beta: what an EMA keeps at each record, between 0 and 1.
         records: "layer" (layer inputs and scores; the same as "sample" where there are no layers), "sample" (per-sample
             gradients) or "batch" (the gradient of the batch without the ridge, scaled to estimate F near an inner
             optimum; equal weights only).
-        fisher: "empirical", "exact" or "sampled"; the last two need records other than "batch". "auto": where the problem has
-            a likelihood, "sampled", or in a run "exact" where the overhead pays for its roots, as it does for one output a
-            sample; else "empirical".
+        fisher: "empirical", "exact" or "sampled"; the last two need records other than "batch". "auto": where the
+            problem has a likelihood, "sampled", or in a run "exact" where the overhead pays for its roots, as it does
+            for one output a sample; else "empirical".
         damping: added to the diagonal with the ridge. "auto": the horizon's in a run; elsewhere, and for None
             everywhere, nothing under a positive ridge and 1e-3 of the mean diagonal of F otherwise.
         allow_large: admit more than 20,000 rows; memory grows with their square and the solve with their cube.
-        overhead: in a run, the share of the inner loop that records and solves may take, of its gradients as of its cost by a
-            model of operations from shapes. Records are then of the last inner steps of a loop, and the window may hold
-            fewer samples; `effort` says what it came to, and so do the run's stats. None: every step is recorded, as
-            everywhere outside of a run.
+        overhead: in a run, the share of the inner loop that records and solves may take, of its gradients as of its
+            cost by a model of operations from shapes. Records are then of the last inner steps of a loop, and the
+            window may hold fewer samples; `effort` says what it came to, and so do the run's stats. None: every step is
+            recorded, as everywhere outside of a run.
         effort: which steps are recorded and how many samples are kept, if that is to be set explicitly; see `Effort`.
 
     >>> from nhgd.variable import Variable

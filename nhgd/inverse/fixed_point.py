@@ -75,7 +75,8 @@ class FixedPoint(Iterative):
             if residual <= self.tol or not residual <= worst:
                 break
             last = r
-        # A step along negative curvature makes the residual longer. Close to the solution rounding errors may do so too.
+        # A step along negative curvature makes the residual longer. Close to the solution rounding errors may do so
+        # too.
         notes = {
             "lr": lr,
             "diverged": not residual <= worst,

@@ -49,16 +49,16 @@ class KFAC(AbstractKronecker[KroneckerState]):
 
     With one sample and one place F_layer is exact. A layer that is called several times counts every call as a place; a
     grouped convolution has a pair of factors for each group. A parameter outside such layers gets a separate block,
-    dense up to `dense_limit` entries and diagonal above; `notes["others"]` says which. With BatchNorm in training mode g_it
-    is the score of the batch objective, through the statistics of the batch, and `notes["statistics"]` says so.
+    dense up to `dense_limit` entries and diagonal above; `notes["others"]` says which. With BatchNorm in training mode
+    g_it is the score of the batch objective, through the statistics of the batch, and `notes["statistics"]` says so.
 
-    If ridge and damping, R, differ within a layer as a product of rows and columns, R_ij = d_i c_j, such as one for each
-    input feature and another for the bias, the solve stays exact: it uses C^-1/2 A C^-1/2 and D^-1/2 G D^-1/2 with a ridge
-    of 1. Any other R takes at most 50 iterations of conjugate gradients on matrices, X -> G X A + R * X, in that basis,
-    without gradients or Hessian products. They stop at a relative residual of 1e-6 (1e-4 in float32); without convergence
-    the result is at least as good as the solve with the mean of R. `notes["ridge_iterations"]` and `notes["ridge_residual"]`
-    report on it. If eigendecompositions are kept, and those of scaled factors would cost more than the allowed iterations,
-    they run in the kept basis. `solver="cholesky"` uses the nearest product for R.
+    If ridge and damping, R, differ within a layer as a product of rows and columns, R_ij = d_i c_j, such as one for
+    each input feature and another for the bias, the solve stays exact: it uses C^-1/2 A C^-1/2 and D^-1/2 G D^-1/2 with
+    a ridge of 1. Any other R takes at most 50 iterations of conjugate gradients on matrices, X -> G X A + R * X, in
+    that basis, without gradients or Hessian products. They stop at a relative residual of 1e-6 (1e-4 in float32);
+    without convergence the result is at least as good as the solve with the mean of R. `notes["ridge_iterations"]` and
+    `notes["ridge_residual"]` report on it. If eigendecompositions are kept, and those of scaled factors would cost more
+    than the allowed iterations, they run in the kept basis. `solver="cholesky"` uses the nearest product for R.
 
     Args:
         damping: added to the diagonal with the ridge 2 l2. "auto": the horizon's in a run; elsewhere, and for
@@ -70,11 +70,11 @@ class KFAC(AbstractKronecker[KroneckerState]):
         factor_every: inner steps from one record to the next.
         invert_every: None: each solve computes the eigendecompositions of the current factors. A number: they are
             computed at the first and then at every `invert_every`-th observation, and kept in the state for solves.
-        invert_phase: at which observation of each period; 0 is its last. With as many inner steps as the period, 1 makes
-            them while the inner loop runs, if curvature is updated concurrently.
-        overhead: in a run, the share of the inner loop's cost that records, decompositions and solves may take, estimated
-            from shapes; the decision is in `effort`, and so in the run's stats. None: every step and every sample is
-            recorded, as always outside of a run. Explicit periods replace it.
+        invert_phase: at which observation of each period; 0 is its last. With as many inner steps as the period, 1
+            makes them while the inner loop runs, if curvature is updated concurrently.
+        overhead: in a run, the share of the inner loop's cost that records, decompositions and solves may take,
+            estimated from shapes; the decision is in `effort`, and so in the run's stats. None: every step and every
+            sample is recorded, as always outside of a run. Explicit periods replace it.
         effort: how much is recorded, if it is to be set explicitly; see `Effort`.
         dense_limit: the largest parameter outside the layers that gets a dense block.
         dtype: of the statistics; None: of the layers' numbers (theta's dtype, outside of autocast), at least float32.
@@ -82,31 +82,32 @@ class KFAC(AbstractKronecker[KroneckerState]):
             A (x) G + d I, with d = 2 l2 + damping and pi^2 = (tr A / dim A) / (tr G / dim G). It needs no
             eigendecomposition, and its ridge is not exact. "products": conjugate gradients on matrices,
             X -> G X A + R * X, with the current factors. It decomposes nothing, so it never makes a GPU wait, and a
-            captured step is one piece. Its error falls with `iterations`, the faster the larger the damping is. Captured runs
-            on a GPU solve so too, with at least 32 iterations, where "eigen" would decompose a wide factor in each solve.
+            captured step is one piece. Its error falls with `iterations`, the faster the larger the damping is.
+            Captured runs on a GPU solve so too, with at least 32 iterations, where "eigen" would decompose a wide
+            factor in each solve.
         iterations: of solver="products", at most.
 
-        split: the rows of the largest factor that is kept whole; None: all are. A larger one is replaced by blocks on its
-            diagonal, which take less memory, by their number, and less time to decompose, by its square. One of scores is kept
-            whole if its rows do not divide evenly.
-        kept_dtype: of the eigenvectors that are kept from one solve to the next: torch.float16 or torch.bfloat16 halve their memory.
-            Statistics stay in all digits, and each solve takes a few products with the factors, without which so few digits would
-            spoil it. As no entry is above 1, float16 has more of them.
-        offload: whether factors and eigenvectors are kept in the host's memory, where theta is on a GPU; they are on the device
-            while a record is folded in and while a system is solved.
+        split: the rows of the largest factor that is kept whole; None: all are. A larger one is replaced by blocks on
+            its diagonal, which take less memory, by their number, and less time to decompose, by its square. One of
+            scores is kept whole if its rows do not divide evenly.
+        kept_dtype: of the eigenvectors that are kept from one solve to the next: torch.float16 or torch.bfloat16 halve
+            their memory. Statistics stay in all digits, and each solve takes a few products with the factors, without
+            which so few digits would spoil it. As no entry is above 1, float16 has more of them.
+        offload: whether factors and eigenvectors are kept in the host's memory, where theta is on a GPU; they are on
+            the device while a record is folded in and while a system is solved.
 
     >>> KFAC().overhead, KFAC(factor_every=10).overhead
     (0.1, None)
 
     References: J. Martens, R. Grosse, Optimizing neural networks with Kronecker-factored approximate curvature, 2015,
-    sections 3 and 6.3; R. Grosse, J. Martens, A Kronecker-factored approximate Fisher matrix for convolution layers, 2016;
-    R. Eschenhagen et al., Kronecker-factored approximate curvature for modern neural network architectures, 2023,
+    sections 3 and 6.3; R. Grosse, J. Martens, A Kronecker-factored approximate Fisher matrix for convolution layers,
+    2016; R. Eschenhagen et al., Kronecker-factored approximate curvature for modern neural network architectures, 2023,
     section 3.2 (expand).
 
-    Deviations: 1. The damping of the default solver is Tikhonov's and exact, not factored, because a hypergradient needs
-    the right scale. 2. A sample is what one loss belongs to, so the empirical Fisher matrix of a sequence model sums the
-    scores of its tokens into one gradient, and is not that of the tokens taken as samples. 3. The momentum, rescaling and
-    adaptive damping of the optimiser are left out: they are not about the matrix.
+    Deviations: 1. The damping of the default solver is Tikhonov's and exact, not factored, because a hypergradient
+    needs the right scale. 2. A sample is what one loss belongs to, so the empirical Fisher matrix of a sequence model
+    sums the scores of its tokens into one gradient, and is not that of the tokens taken as samples. 3. The momentum,
+    rescaling and adaptive damping of the optimiser are left out: they are not about the matrix.
     """
 
     name: ClassVar[str] = "kfac"

@@ -33,16 +33,18 @@ class Nystrom(Iterative):
 
     Args:
         rank: columns, one Hessian product each; one more measures the residual.
-        rho: added to the diagonal. None: 0 where the ridge is above 0 for every parameter or the rank is full, else 1e-3
-            of the mean diagonal of W.
+        rho: added to the diagonal. None: 0 where the ridge is above 0 for every parameter or the rank is full, else
+            1e-3 of the mean diagonal of W.
         chunk: columns taken in one vectorised pass; fewer need less memory.
 
     >>> Nystrom(rank=10, rho=0.01).products
     11
 
-    References: R. Hataya, M. Yamada, Nystrom method for accurate and scalable implicit differentiation, 2023, section 3.
-    Deviations: 1. the ridge is added exactly instead of being approximated, so rho, which biases the answer, can be 0.
-    2. Woodbury's identity is applied in the eigenbasis of the approximation, because C^T C / rho loses half of the digits.
+    References: R. Hataya, M. Yamada, Nystrom method for accurate and scalable implicit differentiation, 2023, section
+    3. Deviations: 1. the ridge is added exactly instead of being approximated, so rho, which biases the answer, can be
+      0.
+    2. Woodbury's identity is applied in the eigenbasis of the approximation, because C^T C / rho loses half of the
+      digits.
     3. the columns follow from the seed of the point, so that one outer step repeats itself and the next has others.
     """
 

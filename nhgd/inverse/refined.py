@@ -32,15 +32,15 @@ class Refined(AbstractInverse):
         repeat:  alpha = r.z / p.Hp;  x += alpha p;  r_new = r - alpha Hp;  z_new = M^{-1} r_new
                  p = z_new + (r_new.z_new / r.z) p
 
-    One step from zero gives x = alpha M^{-1} u, the cheap correction of the scale of M. Products run over the batches of
-    the point: one, several or all data. It stops early on negative curvature, and `notes["negative_curvature"]` is True; and,
-    as in `CG`, a curvature of rounding size that leads to no smaller residual means that what is left of u, `notes["outside"]`,
-    lies outside of the range of H. x is then the iterate of least residual; on negative curvature in the very first step it is M^{-1} u itself, shortened where its
-    product is more than ten times as long as u.
+    One step from zero gives x = alpha M^{-1} u, the cheap correction of the scale of M. Products run over the batches
+    of the point: one, several or all data. It stops early on negative curvature, and `notes["negative_curvature"]` is
+    True; and, as in `CG`, a curvature of rounding size that leads to no smaller residual means that what is left of u,
+    `notes["outside"]`, lies outside of the range of H. x is then the iterate of least residual; on negative curvature
+    in the very first step it is M^{-1} u itself, shortened where its product is more than ten times as long as u.
 
     Args:
-        inverse: what preconditions; one that learns is fed by the inner steps as it would be alone. It must be symmetric
-            and positive.
+        inverse: what preconditions; one that learns is fed by the inner steps as it would be alone. It must be
+            symmetric and positive.
         steps: products at most.
         matrix: "hessian", or "ggn" for the generalised Gauss-Newton matrix, which never has negative curvature when the
             loss is convex in the model's outputs.

@@ -26,9 +26,9 @@ class QuadraticSGD(Iterative):
         x <- x - beta (H_j x - u),      H_j the Hessian on batch j = 0, 1, ..., again from 0 when they are used up
 
     It begins at `start`, whatever its residual, or at zero. With one batch it is gradient descent, with the error
-    (I - beta H)^steps of the start's. It has no stopping test: a step knows the residual on its own batch only. The residual
-    it reports is the mean of those over the last walk through the batches, which lags a little behind x; where the steps are
-    fewer than the batches it reports none.
+    (I - beta H)^steps of the start's. It has no stopping test: a step knows the residual on its own batch only. The
+    residual it reports is the mean of those over the last walk through the batches, which lags a little behind x; where
+    the steps are fewer than the batches it reports none.
 
     Args:
         steps: products.
@@ -40,8 +40,8 @@ class QuadraticSGD(Iterative):
     20
 
     References: M. Arbel, J. Mairal, Amortized implicit differentiation for stochastic bilevel optimization, 2022,
-    algorithm 3; R. Grazzi, L. Franceschi, M. Pontil, S. Salzo, On the iteration complexity of hypergradient computation,
-    2020.
+    algorithm 3; R. Grazzi, L. Franceschi, M. Pontil, S. Salzo, On the iteration complexity of hypergradient
+    computation, 2020.
     Deviations: 1. beta has a default.
     """
 

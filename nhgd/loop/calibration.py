@@ -32,8 +32,8 @@ REPEATED_CALL = 2e-6  # seconds of one operation of a captured step, beside its 
 def calibrate(loop: Loop, steps: int | None = None) -> None:
     """Let the loop use its inverse within its `overhead`, if it has one.
 
-    Nothing is timed: the operations of one inner step are counted, and priced by constants. The decision is in the loop's
-    inverse, and so in the run's stats: giving it back repeats the run.
+    Nothing is timed: the operations of one inner step are counted, and priced by constants. The decision is in the
+    loop's inverse, and so in the run's stats: giving it back repeats the run.
 
     Args:
         loop: that a run has just begun.
@@ -142,8 +142,8 @@ def _passes_of(learner: Periodic[Any], problem: Bilevel, batch: Batch, calls: Or
 
 
 def samples_of_product(many_places: bool, batch_objective: bool) -> int:
-    """Of a Hessian product that a large model can afford now and then: few, as its graph holds every attention score; fewer where
-    the many places of a sample make up for it, and samples are not normalised by each other.
+    """Of a Hessian product that a large model can afford now and then: few, as its graph holds every attention score;
+    fewer where the many places of a sample make up for it, and samples are not normalised by each other.
     """
     return FEW // 2 if many_places and not batch_objective else FEW
 

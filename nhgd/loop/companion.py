@@ -15,7 +15,8 @@ from nhgd.schedule import Clock
 class Companion:
     """Where a second inner variable is, (D,), and the moments of its own optimiser, by leaf of theta.
 
-    It takes the steps of the inner optimiser, whatever it is, with its settings and schedule, as if it had been made for it.
+    It takes the steps of the inner optimiser, whatever it is, with its settings and schedule, as if it had been made
+    for it.
     """
 
     theta: Tensor

@@ -21,10 +21,10 @@ class Gain:
 
         actual = f_{k-1} - f_k,     predicted = -(h_{k-1} + h_k).(v_k - v_{k-1}) / 2
 
-    If h is right, both agree up to third order in the step, even where v swings around its optimum. If h says what theta
-    will do in many inner loops while v moves on before, the loss falls by less. So where the mean fall is less than a
-    quarter of its prediction the caution is doubled, and above three quarters it is halved, to no less than 1; the
-    horizon is divided by it.
+    If h is right, both agree up to third order in the step, even where v swings around its optimum. If h says what
+    theta will do in many inner loops while v moves on before, the loss falls by less. So where the mean fall is less
+    than a quarter of its prediction the caution is doubled, and above three quarters it is halved, to no less than 1;
+    the horizon is divided by it.
 
     Attributes:
         means: running means of predicted, actual and |f|, on the device.

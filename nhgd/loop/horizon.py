@@ -69,14 +69,14 @@ class Horizon:
 
         average <- r average + (1 - r) x,     r = min(max(rho, 0), 0.8)
 
-    theta has not arrived either when v moves. The two halves of an inner loop, in which v stands still, tell where it is
-    going: if the second is q times as long as the first, the rest is a geometric series. So the outer gradients are those
-    at
+    theta has not arrived either when v moves. The two halves of an inner loop, in which v stands still, tell where it
+    is going: if the second is q times as long as the first, the rest is a geometric series. So the outer gradients are
+    those at
 
         theta_T + min(q / (1 - q), 2) (theta_T - theta_{T/2}),     q = mean (s_1.s_2) / mean (s_1.s_1)
 
-    s_1 and s_2 being the two halves' ways and the means running over outer steps; nowhere else if q is not above 0. That is
-    one inner loop ahead at most, and nothing where theta arrives or only wanders with its batches.
+    s_1 and s_2 being the two halves' ways and the means running over outer steps; nowhere else if q is not above 0.
+    That is one inner loop ahead at most, and nothing where theta arrives or only wanders with its batches.
 
     Now and then, for at most a twentieth of the inner loop's work, of a large model a fiftieth, Hessian products
     measure x against the damped system:
@@ -96,12 +96,13 @@ class Horizon:
     so that a settled run converges to the exact adjoint by preconditioned descent.
 
     A learnt matrix may be worse than none: the squared gradients of energies say nothing about their curvature. Where
-    the residual is above a half, the next measurement spends one more product, along u. By their best multiples x and u lower x.(H + damping I)x / 2 - u.x by
+    the residual is above a half, the next measurement spends one more product, along u. By their best multiples x and u
+    lower x.(H + damping I)x / 2 - u.x by
 
         (x.u)^2 / (2 x.w)     and     (u.u)^2 / (2 u.(H + damping I)u)
 
-    If x achieves less than half as much as u twice in a row, u takes the place of P^{-1} u, with its best scale, and z =
-    scale (u - w), until P^{-1} u achieves more again.
+    If x achieves less than half as much as u twice in a row, u takes the place of P^{-1} u, with its best scale, and z
+    = scale (u - w), until P^{-1} u achieves more again.
 
     Attributes:
         cosine: the running mean, on the device of x; `rho` is its last reading.
@@ -112,8 +113,8 @@ class Horizon:
         adjoint: the last x.
         average: the running mean of x, if v is not determined.
         trust, scale, correction: as above.
-        suspect, worse, plain: whether the learnt matrix is to be compared with none, how often in a row it was worse, and
-            whether it is used no more.
+        suspect, worse, plain: whether the learnt matrix is to be compared with none, how often in a row it was worse,
+            and whether it is used no more.
         poor, far: how many measurements in a row found x poor, and theta far from its inner optimum.
         steps: outer steps.
         first, lowest, recent: the first outer loss, the lowest running mean of it, and the present one.
@@ -223,7 +224,9 @@ class Horizon:
         return self.suspect or self.plain
 
     def corrected(self, x: Tensor, u: Tensor) -> Tensor:
-        """The learnt inverse's x for u, or u where no matrix is better, with the scale and the correction that are known."""
+        """The learnt inverse's x for u, or u where no matrix is better, with the scale and the correction that are
+        known.
+        """
         x = u if self.plain else x
         x = x if self.scale == 1.0 and not tape.repeatable() else x * tape.on_device(tape.number(lambda: self.scale))
         if self.correction is not None:
@@ -323,7 +326,9 @@ class Horizon:
         return a, b, notes | ({"inner_distance": distance} if moved else {})
 
     def _compared(self, ou: float, oh: float, found: list[float]) -> float | None:
-        """The multiple of the other candidate that takes the place of x, if one achieves enough more; None otherwise."""
+        """The multiple of the other candidate that takes the place of x, if one achieves enough more; None
+        otherwise.
+        """
         xu, xw = found[1], found[2]
         mine = xu * xu / xw if xu > 0 and xw > 0 else 0.0
         other = ou * ou / oh if ou > 0 and oh > 0 else 0.0

@@ -48,7 +48,8 @@ def hypergradient(
 
     Args:
         start: where an iterative inverse starts.
-        cross: takes the oracle and returns the product of the transposed cross derivative with x; None: the oracle's own.
+        cross: takes the oracle and returns the product of the transposed cross derivative with x; None: the oracle's
+            own.
         horizon: sets the damping of an inverse with damping="auto", and how far ahead of theta the outer gradients are
             taken.
         halves: theta at the start and in the middle of the inner loop, for the horizon; nothing is taken ahead without.
@@ -121,7 +122,8 @@ def _outer(
     start, middle = halves
     theta = loop.problem.theta
     here = theta.flat()
-    # One after the other, with both points known before: a captured step makes one product of the two with the same data.
+    # One after the other, with both points known before: a captured step makes one product of the two with the same
+    # data.
     leaves = [part.clone() for part in theta.unflatten(here)]
     with loop.temporarily_at(here + horizon.ahead(middle - start, here - middle)):
         value = ats[0].outer_loss(leaves)

@@ -25,8 +25,8 @@ class LevenbergMarquardt:
         ratio = (loss before - loss after) / (lr (1 - lr / 2) g.x)
 
     A step that does not lower the loss of its batch is undone, the damping multiplied by 4 and another tried, three
-    times in all, from the curvature at hand. The damping is doubled below a ratio of 1/4 and divided by 3 above 3/4, but
-    kept at `floor` or more: below it the curvature is rounding.
+    times in all, from the curvature at hand. The damping is doubled below a ratio of 1/4 and divided by 3 above 3/4,
+    but kept at `floor` or more: below it the curvature is rounding.
 
     References: J. Martens, Deep learning via Hessian-free optimization, 2010, section 4.1; J. Martens, R. Grosse, 2015,
     section 6.5. Deviations: 1. steps that raise the loss are taken back, because theta is judged by its inner gradient.

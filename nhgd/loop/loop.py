@@ -90,7 +90,8 @@ class Loop:
         self.executor = executor
         executor.group.join(problem.theta)
         self.division = Division(problem, executor.group.team, self.inner, self.outer, self.clock)
-        # A loader of the user's own may fill one buffer again and again, while records of the steps before share it, or they are passed over again.
+        # A loader of the user's own may fill one buffer again and again, while records of the steps before share it, or
+        # they are passed over again.
         self._refills = not isinstance(inner_data, (Data, list, tuple))
         self.recent: deque[Batch] = deque(maxlen=RECENT)  # this outer step's last inner batches, for diagnosis
         self.last_gradient: Sequence[Tensor] | None = None  # of the last inner step

@@ -74,8 +74,8 @@ class Mover:
     def travelled(self) -> float:
         """The sum of the step sizes since the departure, as plain gradient steps would have to have them.
 
-        Momentum makes a step 1 / (1 - momentum) times as long in the end. Adam and its kin divide by sqrt(v); what they make
-        of a gradient of the usual size is sum sqrt(v) / sum v times its length, over the coordinates.
+        Momentum makes a step 1 / (1 - momentum) times as long in the end. Adam and its kin divide by sqrt(v); what they
+        make of a gradient of the usual size is sum sqrt(v) / sum v times its length, over the coordinates.
         """
         factor = 1.0
         group = self.optimizer.param_groups[0]
@@ -134,7 +134,9 @@ class Mover:
             target.grad = None
 
     def _step(self) -> None:
-        """The optimiser's step; if parameters are divided over ranks, each moves its own part and gathers the others'."""
+        """The optimiser's step; if parameters are divided over ranks, each moves its own part and gathers the
+        others'.
+        """
         variable = self.variable
         if self._counts_in_double and not self.optimizer.state:
             before = torch.get_default_dtype()

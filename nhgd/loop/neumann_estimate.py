@@ -35,8 +35,8 @@ class Sample:
     Attributes:
         outer: the batch of the outer loss.
         cross: the inner batch of the cross derivative.
-        factors: one inner batch for each factor, or how many of them to draw as they are needed, where the estimate is not
-            taken again: the batches of a long series need not be held together then.
+        factors: one inner batch for each factor, or how many of them to draw as they are needed, where the estimate is
+            not taken again: the batches of a long series need not be held together then.
         terms: T of a randomised estimate, None for a sum.
         seed: of dropout.
     """

@@ -2,7 +2,8 @@
 
     h <- D(here) + (1 - eta) (h - D(there)),      both D on the same fresh samples, `there` being the point before
 
-With eta = 1 it is the plain stochastic direction; as eta falls, h averages more and more samples without lagging behind.
+With eta = 1 it is the plain stochastic direction; as eta falls, h averages more and more samples without lagging
+behind.
 
 References: A. Cutkosky, F. Orabona, Momentum-based variance reduction in non-convex SGD, 2019, algorithm 1 (STORM).
 """

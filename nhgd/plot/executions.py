@@ -10,7 +10,9 @@ from nhgd.plot.style import GRID, INK, PALETTE, QUIET, save, styled
 
 
 def draw(path: Path, answer: dict[str, Any]) -> None:
-    """Write the picture: for each execution a bar for the outer step, as high as its number, and one for the curvature."""
+    """Write the picture: for each execution a bar for the outer step, as high as its number, and one for the
+    curvature.
+    """
     rows = answer["rows"]
     with styled():
         drawn = figure(max(5.0, 1.6 + 1.5 * len(rows)) + 1.9, 3.8)

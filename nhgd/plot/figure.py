@@ -22,7 +22,9 @@ def _class() -> Any:
         raise InputError("Plots need matplotlib: pip install 'nhgd[cli]'.") from None
 
     class NotebookFigure(Figure):
-        """pyplot tells notebooks how to show figures, but takes over the program's windows; so this one says it itself."""
+        """pyplot tells notebooks how to show figures, but takes over the program's windows; so this one says it
+        itself.
+        """
 
         def _repr_png_(self) -> bytes:
             written = io.BytesIO()

@@ -20,7 +20,8 @@ def draw_history(
     metric: str | None = None,
     selected: float | None = None,
 ) -> Any:
-    """A figure of both losses over seconds, with a metric of the task if there is one, written to `path` if it is given.
+    """A figure of both losses over seconds, with a metric of the task if there is one, written to `path` if it is
+    given.
 
     Args:
         path: the file; None: the figure is not written.

@@ -16,8 +16,8 @@ def draw(paths: Sequence[Path], title: str, panels: Sequence[Mapping[str, Any]])
     """Write one figure in the formats that the names of the files say.
 
     Args:
-        panels: each with a title, the words of its axes "x" and "y", and lines: label, x, y, optionally low and high (a band)
-            and guide, the slope of a thin line beside it.
+        panels: each with a title, the words of its axes "x" and "y", and lines: label, x, y, optionally low and high (a
+            band) and guide, the slope of a thin line beside it.
     """
     down = -(-len(panels) // ACROSS)
     with styled():

@@ -1,9 +1,9 @@
 """`nhgd reproduce parallel`: algorithm 2 and figure 1, the same run serially and with curvature kept elsewhere.
 
-The paper keeps the inverse on a second GPU, and says that this takes no extra run time. Here the serial run is compared with
-each way of overlap that the machine has: a thread, a second stream, a second device, a second process. Two things are asked
-of each: is the result that of the serial run, and how much of the time that curvature takes is hidden. No overlap can be
-faster than the larger of curvature alone and everything else alone.
+The paper keeps the inverse on a second GPU, and says that this takes no extra run time. Here the serial run is compared
+with each way of overlap that the machine has: a thread, a second stream, a second device, a second process. Two things
+are asked of each: is the result that of the serial run, and how much of the time that curvature takes is hidden. No
+overlap can be faster than the larger of curvature alone and everything else alone.
 """
 
 from __future__ import annotations

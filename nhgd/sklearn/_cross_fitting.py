@@ -44,7 +44,9 @@ class Samples:
         return weights if self.times is None else weights * self.times
 
     def averaging(self, weights: Array) -> Array:
-        """The same over the mean of how often each counts, so that a plain mean over samples is one over repeated ones."""
+        """The same over the mean of how often each counts, so that a plain mean over samples is one over repeated
+        ones.
+        """
         return weights if self.times is None else weights * (self.times / self.times.mean())
 
     def followed_by(self, others: Samples) -> Samples:

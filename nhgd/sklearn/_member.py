@@ -13,8 +13,8 @@ from nhgd.sklearn._noise import NoiseModel, averaged, fit_noise
 
 Array = np.ndarray[Any, Any]
 MIDDLE = 1e-2  # the ridge under which weights are learnt where none is given
-# The power of the sharpness that is its prior between rounds: a model that learns from wrong labels is not sure enough to
-# find them, and would go on learning from them. The last round answers without it.
+# The power of the sharpness that is its prior between rounds: a model that learns from wrong labels is not sure enough
+# to find them, and would go on learning from them. The last round answers without it.
 SHARPER = 4.0
 ROUNDS = 2  # of cross-fitting with weights from the noise model, after the one with learnt weights
 

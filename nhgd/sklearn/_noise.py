@@ -23,9 +23,9 @@ class NoiseModel:
 
         P(given = j | x) = sum_k p_k(x) T_kj,      p(x) = softmax(sharpness * scores(x))
 
-    A model that was trained on wrong labels, or with a strong ridge, is less sure than it should be; without the sharpness
-    that would pass for noise that depends on x, and T would find none. A few samples cannot tell one from the other, so
-    answers are averaged over sharpnesses, each with its own T, as likely as they make the labels.
+    A model that was trained on wrong labels, or with a strong ridge, is less sure than it should be; without the
+    sharpness that would pass for noise that depends on x, and T would find none. A few samples cannot tell one from the
+    other, so answers are averaged over sharpnesses, each with its own T, as likely as they make the labels.
 
     Attributes:
         sharpnesses, log_weights: by which scores are multiplied, and how likely each is, (S,).
@@ -33,9 +33,9 @@ class NoiseModel:
         log_likelihood: the greatest of given and trusted labels.
         trusted_log_likelihood: of the trusted ones alone, there; 0 without any.
 
-    References: C. Northcutt et al., Confident learning: estimating uncertainty in dataset labels, 2021 (the transition from
-    out-of-sample probabilities). Deviations: 1. T by maximum likelihood instead of counts above thresholds, because counts
-    depend on how sure the model is.
+    References: C. Northcutt et al., Confident learning: estimating uncertainty in dataset labels, 2021 (the transition
+    from out-of-sample probabilities). Deviations: 1. T by maximum likelihood instead of counts above thresholds,
+    because counts depend on how sure the model is.
     """
 
     sharpnesses: Array
@@ -139,8 +139,8 @@ def threshold(log_odds: Array, allowed: Array, times: Array | None = None) -> fl
 
         F1 of the n worst = 2 sum_{worst n} p_i / (n + sum_i p_i)
 
-    Labels that are right with a probability above two thirds are never suspected: where next to none is wrong, the expected F1
-    would be greatest with a few that are most likely right.
+    Labels that are right with a probability above two thirds are never suspected: where next to none is wrong, the
+    expected F1 would be greatest with a few that are most likely right.
 
     Args:
         log_odds: log P(wrong) / P(right) of every sample, (N,).

@@ -32,21 +32,24 @@ Array = np.ndarray[Any, Any]
 class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # scikit-learn has no types
     """A classifier that finds wrong labels while it is trained, and then does without them.
 
-    1. Each training sample has the weight w_i = sigmoid(e^a (e^b - loss_i)), one learnt function of its loss; (a, b) are
-       chosen by natural hypergradient descent so that a model trained with these weights does well on samples that judge.
-       The outer step is chosen on others. Trusted samples guide, judge and choose; without any, a part of the data is held
-       out in their place, and judged by a bounded loss, (1 - p_y^q) / q, that wrong labels cannot dominate.
+    1. Each training sample has the weight w_i = sigmoid(e^a (e^b - loss_i)), one learnt function of its loss; (a, b)
+      are
+       chosen by natural hypergradient descent so that a model trained with these weights does well on samples that
+       judge. The outer step is chosen on others. Trusted samples guide, judge and choose; without any, a part of the
+       data is held out in their place, and judged by a bounded loss, (1 - p_y^q) / q, that wrong labels cannot
+       dominate.
     2. Models trained with these weights score samples that they were not trained on (5 folds). From the scores comes a
-       noise model, P(given | x) = sum_k p_k(x) T_kj, and from this the probability that a label is wrong; trained again with
-       the probability to be right as weights, twice, they give the final one. Trusted samples have weight 1 and, out of
-       fold, calibrate the scores. All of this is done with several ridges, and the probabilities are averaged.
-    3. The suspects are the labels most probably wrong, as many as maximise the expected F1, provided that the model trained
+       noise model, P(given | x) = sum_k p_k(x) T_kj, and from this the probability that a label is wrong; trained again
+       with the probability to be right as weights, twice, they give the final one. Trusted samples have weight 1 and,
+       out of fold, calibrate the scores. All of this is done with several ridges, and the probabilities are averaged.
+    3. The suspects are the labels most probably wrong, as many as maximise the expected F1, provided that the model
+      trained
        without them predicts another class.
 
-    Features are standardised here, so no scaler is needed. The steps of a Pipeline transform X only. To transform X_trusted as
-    well, use `Pipeline(..., transform_input=["X_trusted"])` with scikit-learn's metadata routing and
-    `set_fit_request(X_trusted=True, y_trusted=True)`, or `pipeline[:-1].transform(X_trusted)` after fitting those steps. A
-    trusted set on another scale than X causes a warning.
+    Features are standardised here, so no scaler is needed. The steps of a Pipeline transform X only. To transform
+    X_trusted as well, use `Pipeline(..., transform_input=["X_trusted"])` with scikit-learn's metadata routing and
+    `set_fit_request(X_trusted=True, y_trusted=True)`, or `pipeline[:-1].transform(X_trusted)` after fitting those
+    steps. A trusted set on another scale than X causes a warning.
 
     Args:
         model: None: a linear softmax classifier; an nn.Module from standardised samples (B, P) to scores (B, C); or a
@@ -54,8 +57,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
             linear model of its out-of-fold log-probabilities.
         steps: maximum number of outer steps; the one that is best on held-out samples is used.
         inner_steps: inner steps for each of them.
-        l2: the ridge of the model, on standardised features; None: an average over several, with a linear model, and 1e-3
-            with a module.
+        l2: the ridge of the model, on standardised features; None: an average over several, with a linear model, and
+            1e-3 with a module.
         batch_size: samples of an inner step.
         held_out: the part of the data that replaces the trusted set if none is given.
         robustness: q of the bounded loss, in (0, 1].
@@ -68,8 +71,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         threshold_: labels with higher scores are suspect, if the model also disagrees.
         weights_: the weight of every training sample, (N,), sigmoid(threshold_ - scores_); a suspect one is below 0.5.
         label_issues_: the indices of the suspects, worst first.
-        suggested_labels_: the class of each training sample by the cleaned model, (N,), or by `pred_probs` if given; never
-            the given label of a suspect.
+        suggested_labels_: the class of each training sample by the cleaned model, (N,), or by `pred_probs` if given;
+            never the given label of a suspect.
         issue_counts_: suspects by given class (rows) and suggested class (columns), (C, C).
         noise_matrix_: P(given class | true class), true ones in rows, (C, C).
         label_probabilities_: P(true class | sample, given label), out of fold, (N, C).
@@ -131,8 +134,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         Args:
             X, y: the samples, (N, P), and their labels, (N,), some of them wrong.
             X_trusted, y_trusted: samples with correct labels, of every class.
-            pred_probs: probabilities of the classes, sorted, for every sample, (N, C), by a model that was not trained on it
-                (out of fold). Suspects are then found from these alone; a trusted set is refused.
+            pred_probs: probabilities of the classes, sorted, for every sample, (N, C), by a model that was not trained
+                on it (out of fold). Suspects are then found from these alone; a trusted set is refused.
             sample_weight: how often each sample counts, (N,): 2 is a sample that was given twice, and 0 one that is not
                 there, though its label is scored all the same.
         """
@@ -246,8 +249,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
     def label_scores(self, X: Any, y: Any, pred_probs: Any = None) -> Array:
         """The log-odds that each label of new samples is wrong, (N,), on the scale of `scores_` and `threshold_`.
 
-        New samples are scored by the cross-fitted models, by the mean of what they say; a sample of the training set gets a
-        similar score, but by models that have seen its label, so use `scores_` for those.
+        New samples are scored by the cross-fitted models, by the mean of what they say; a sample of the training set
+        gets a similar score, but by models that have seen its label, so use `scores_` for those.
 
         Args:
             X, y: the samples, (N, P), and their labels, (N,).
@@ -259,7 +262,8 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
     def relabel(self, X: Any, y: Any, pred_probs: Any = None) -> Array:
         """The labels of new samples, (N,), those that are suspect replaced by the class that `predict` gives.
 
-        A label is suspect as in training: its score is above `threshold_`, and the models call the sample something else.
+        A label is suspect as in training: its score is above `threshold_`, and the models call the sample something
+        else.
         """
         X, codes, given = self._new(X, y, pred_probs)
         posterior, guess = self._opinion(X, codes, given)
@@ -285,7 +289,9 @@ class LabelCleaner(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  # sci
         return X, codes, log_probabilities(probabilities(pred_probs, (len(y), len(self.classes_))))
 
     def _opinion(self, X: Array, codes: Array, given: Array | None) -> tuple[Array, Array]:
-        """The log-posterior of samples that no model was trained on, (N, C), and the class of each by the panel, (N,)."""
+        """The log-posterior of samples that no model was trained on, (N, C), and the class of each by the panel,
+        (N,).
+        """
         if given is not None:
             return self._panel.opinion([given], codes)
         raw = isinstance(self._panel.judges[0].learner, Classifier)

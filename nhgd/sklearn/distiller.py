@@ -29,8 +29,8 @@ class DatasetDistiller(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  #
     """A classifier trained on a few learnt samples of each class, in place of all its training data.
 
     The samples are the outer variable of a bilevel problem: they are moved, by natural hypergradient descent, so that a
-    model trained on them alone has a low cross-entropy on the training set. They begin at the means of their classes. In
-    the end a new model is trained on them from scratch, and that one predicts.
+    model trained on them alone has a low cross-entropy on the training set. They begin at the means of their classes.
+    In the end a new model is trained on them from scratch, and that one predicts.
 
     Args:
         per_class: how many samples to learn for each class.
@@ -61,8 +61,8 @@ class DatasetDistiller(ClassifierMixin, BaseEstimator):  # type: ignore[misc]  #
     >>> distiller.score(X[1000:], y[1000:]) > 0.85
     True
 
-    References: T. Wang, J.-Y. Zhu, A. Torralba, A. Efros, Dataset distillation, 2018; Natural Hypergradient Descent, the
-    experiment on data distillation.
+    References: T. Wang, J.-Y. Zhu, A. Torralba, A. Efros, Dataset distillation, 2018; Natural Hypergradient Descent,
+    the experiment on data distillation.
     """
 
     def __init__(

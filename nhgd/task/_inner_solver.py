@@ -109,8 +109,8 @@ def newton_cg(
 
         theta <- theta - shrink * p,   |H p - g| <= min(0.1, sqrt(|g| / |g_0|)) |g|
 
-    It takes tens of products where L-BFGS takes thousands of gradients: a ridge of 1e-4 beside a curvature of 100 does not
-    matter to it. `tol` is absolute.
+    It takes tens of products where L-BFGS takes thousands of gradients: a ridge of 1e-4 beside a curvature of 100 does
+    not matter to it. `tol` is absolute.
 
     Args:
         teacher: the problem, with the same theta, that the preconditioner learns from; default: the problem itself. The
@@ -174,8 +174,8 @@ def _descend(problem: Bilevel, batch: Batch, at: Oracle, gradient: Tensor, step:
 def gauss_newton(problem: Bilevel, batch: Batch, steps: int, floor: float, seed: int = 0) -> float:
     """Levenberg-Marquardt steps in the space of the outputs, in place; returns the norm of the last gradient.
 
-    For a likelihood such as "gaussian" with few outputs in all: each step factorises a matrix with a row for each of them.
-    `floor` is the least damping.
+    For a likelihood such as "gaussian" with few outputs in all: each step factorises a matrix with a row for each of
+    them. `floor` is the least damping.
     """
     samples = common_length(batch)
     if samples is None:

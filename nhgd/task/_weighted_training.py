@@ -61,7 +61,9 @@ class WeightedTraining:
         return samples.x, samples.y, torch.arange(len(samples.y), device=samples.y.device)
 
     def step_size(self, times: Tensor | None = None) -> float:
-        """The inverse of the largest curvature that a linear model can have; `times`: the largest weight of each sample."""
+        """The inverse of the largest curvature that a linear model can have; `times`: the largest weight of each
+        sample.
+        """
         x = self.samples.x if times is None else self.samples.x * times.to(self.samples.x.dtype).sqrt()[:, None]
         return 1.0 / max(largest_curvature(x, steps=20), 1e-6)
 
@@ -115,8 +117,8 @@ class WeightedTraining:
     def start_solved(self) -> None:
         """Fit theta to the trusted samples, then approximately to the inner problem.
 
-        Far from there the implicit formula does not hold, and a few steps along it lead a function of the loss to believe
-        every label.
+        Far from there the implicit formula does not hold, and a few steps along it lead a function of the loss to
+        believe every label.
         """
         self.start_from_trusted()
         _as_far_as_possible(lambda: self.solve(1e-2, steps=200))

@@ -57,31 +57,31 @@ class Cleaning(AbstractTask):
         inner: mean_i w_i CE(y_i, theta . x_i) + l2 ||theta||^2
         outer: mean cross-entropy on the trusted samples
 
-    The model is a softmax classifier with bias, or any other. A third split, for evaluation, chooses the outer step whose
-    numbers are reported, and detects overfitting: see `overfitting`, whose numbers are among the metrics. A sample is
-    suspect when its weight is below 0.5.
+    The model is a softmax classifier with bias, or any other. A third split, for evaluation, chooses the outer step
+    whose numbers are reported, and detects overfitting: see `overfitting`, whose numbers are among the metrics. A
+    sample is suspect when its weight is below 0.5.
 
-    By default the weight is a function of the sample's loss with two parameters, which a small trusted set can determine.
-    With a free weight for each sample, as in the paper, a good hypergradient overfits the trusted set. Half of the trusted
-    samples join the inner problem with weight 1; the other half makes the outer loss, because samples that were trained
-    on cannot judge.
+    By default the weight is a function of the sample's loss with two parameters, which a small trusted set can
+    determine. With a free weight for each sample, as in the paper, a good hypergradient overfits the trusted set. Half
+    of the trusted samples join the inner problem with weight 1; the other half makes the outer loss, because samples
+    that were trained on cannot judge.
 
     Args:
         dataset: "digits" (bundled), "mnist" (IDX files), or "auto": mnist when a folder was named, else digits.
         noise, noise_kind: the fraction of training labels touched, and how: "flip" (always wrong), "uniform" (a random
             class, possibly the right one) or "pair".
         train, trusted, evaluation: samples of each split; None: a share that suits the data set.
-        model: "linear", "mlp" with a hidden layer of `hidden` units, or in Python a function (features, classes) -> module
-            of samples (B, features).
-        weights: "loss": v = (a, b), weight sigmoid(e^a (e^b - loss_i)); "net": a small net of the loss (Meta-Weight-Net);
-            "clip": v in [0, 1]^N, one number each (the paper); "sigmoid": weight sigmoid(v_i).
+        model: "linear", "mlp" with a hidden layer of `hidden` units, or in Python a function (features, classes) ->
+            module of samples (B, features).
+        weights: "loss": v = (a, b), weight sigmoid(e^a (e^b - loss_i)); "net": a small net of the loss
+            (Meta-Weight-Net); "clip": v in [0, 1]^N, one number each (the paper); "sigmoid": weight sigmoid(v_i).
         start: the first weight of a sample, or with a function of the loss that of a sample without loss; None: 0.5 and
             0.8.
         trusted_inside: the share of the trusted samples that joins the inner problem; None: half with a function of the
             loss, none with a weight for each sample.
         warm_up: how theta starts: "solved", where the trusted samples inside are fitted and then the inner problem is
-            solved; or a number of inner steps after that fit; 0: nothing of it. None: "solved" with a function of the loss,
-            0 with a weight for each sample. Its time is part of the preparation.
+            solved; or a number of inner steps after that fit; 0: nothing of it. None: "solved" with a function of the
+            loss, 0 with a weight for each sample. Its time is part of the preparation.
         l2: the ridge.
         batch: samples in an inner batch.
         batches: inner batches that the cross derivative is averaged over, M in the paper, or "all", for methods that do

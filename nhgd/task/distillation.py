@@ -88,15 +88,16 @@ class Distillation(AbstractTask):
         per_class: n, how many images to learn for each class.
         model, bias, hidden: "linear", with or without bias, or "mlp" with a hidden layer of this width.
         l2: the ridge, of the inner problem and of the models trained from scratch.
-        start: the first images: "mean" of their class and a little noise, "real" ones, or "noise" alone; "auto": the mean
-            for fewer than 20 images a class, else real ones.
-        start_noise: the deviation of that noise, where 1 is the deviation of a pixel of the data. Images of one class must
-            differ, or they stay equal. The presets of the paper begin with images that are almost 0, because at class means
-            and at real images the inner problem is so steep that the printed step sizes diverge (docs/distillation.md).
+        start: the first images: "mean" of their class and a little noise, "real" ones, or "noise" alone; "auto": the
+            mean for fewer than 20 images a class, else real ones.
+        start_noise: the deviation of that noise, where 1 is the deviation of a pixel of the data. Images of one class
+            must differ, or they stay equal. The presets of the paper begin with images that are almost 0, because at
+            class means and at real images the inner problem is so steep that the printed step sizes diverge
+            (docs/distillation.md).
         batch: distilled images in an inner batch; None: all.
         outer_batch: training samples in an outer batch; None: all. The batches are cut once, after a shuffle.
-        batches: inner batches that the cross derivative is averaged over, M in the paper, or "all"; None: what the method
-            does by itself.
+        batches: inner batches that the cross derivative is averaged over, M in the paper, or "all"; None: what the
+            method does by itself.
         inner_steps: None: one natural step (two with K-FAC), or 20 of an optimiser.
         inner_lr: None: half the inverse of the largest curvature at the first images.
         outer_lr, outer: "adam" or "sgd", with outer_lr falling to 0 over the steps or the budget. Twice as large a step

@@ -61,17 +61,18 @@ class FewShot(AbstractTask):
         inner: mean over episodes e of  mean CE( y, theta_e . v(x) ) + l2 ||theta_e||^2      over the support of e
         outer: mean cross-entropy of the same heads on the queries of the episodes
 
-    An episode is a classification problem of its own: `ways` classes in a random order with `shots` images each, from which
-    its head theta_e is trained, and further images of the same classes that judge it. The features are those of a small
-    convolutional network, normalised for each image. Six of the ten classes make the episodes to learn from; the other four
-    are held out, and make those that are reported. Each image lies at a random place of a canvas, `shift` pixels from the
-    middle at most each way, because centred digits are told apart by their pixels alone. In the episodes to learn from a
-    class may be turned by right angles, because six classes are few, and features that fit these alone do not last.
+    An episode is a classification problem of its own: `ways` classes in a random order with `shots` images each, from
+    which its head theta_e is trained, and further images of the same classes that judge it. The features are those of a
+    small convolutional network, normalised for each image. Six of the ten classes make the episodes to learn from; the
+    other four are held out, and make those that are reported. Each image lies at a random place of a canvas, `shift`
+    pixels from the middle at most each way, because centred digits are told apart by their pixels alone. In the
+    episodes to learn from a class may be turned by right angles, because six classes are few, and features that fit
+    these alone do not last.
 
     test_accuracy is that of heads trained to the end on episodes of held-out classes, and test_deviation the standard
-    error of that mean over episodes; random_test_accuracy is that with the network as it was before, pixel_test_accuracy
-    that of a head on pixels; unadapted_accuracy is that without training a head, a guess, because labels mean something
-    else in each episode.
+    error of that mean over episodes; random_test_accuracy is that with the network as it was before,
+    pixel_test_accuracy that of a head on pixels; unadapted_accuracy is that without training a head, a guess, because
+    labels mean something else in each episode.
 
     Args:
         dataset: "digits" (bundled), "mnist" or "fashion-mnist" (IDX files), or "auto": mnist when a folder was named,
@@ -332,7 +333,8 @@ class FewShotInstance(Instance):
     @override
     @torch.no_grad()
     def pictures(self, folder: Path) -> list[Path]:
-        """The first episode of held-out classes: a line for each class, its shots and, after a gap, the queries taken for it.
+        """The first episode of held-out classes: a line for each class, its shots and, after a gap, the queries taken
+        for it.
 
         Those that are of another class are shown in negative.
         """

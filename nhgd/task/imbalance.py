@@ -62,16 +62,16 @@ class Imbalance(AbstractTask):
         inner: mean_i w_{y_i} CE(y_i, theta(x_i)) + l2 ||theta||^2,      w_c = N / n_c softmax(v)_c
         outer: mean cross-entropy on as many samples of each class
 
-    n_c of the N training samples are of class c. softmax(v)_c is the share of the class in the training loss, so the mean
-    weight is 1 whatever v is, and the ridge keeps its meaning. v = 0 gives every class the same share: weights by inverse
-    frequency, where learning begins. The counts fall from `most` by the same factor from class to class, in a random order
-    of classes, to `most / ratio`.
+    n_c of the N training samples are of class c. softmax(v)_c is the share of the class in the training loss, so the
+    mean weight is 1 whatever v is, and the ridge keeps its meaning. v = 0 gives every class the same share: weights by
+    inverse frequency, where learning begins. The counts fall from `most` by the same factor from class to class, in a
+    random order of classes, to `most / ratio`.
 
-    The step is chosen by the loss on an evaluation split. Its shares are judged by the balanced accuracy on test data, the
-    mean over classes of the part that is right, of new models trained to the end with the weights fixed:
-    balanced_accuracy with the learnt shares, inverse_balanced_accuracy with equal ones, unweighted_balanced_accuracy with
-    weights of 1. The balanced samples that judge could be trained on as well, which the three numbers that begin with joint_
-    do: both sets together, each class with the share given or learnt.
+    The step is chosen by the loss on an evaluation split. Its shares are judged by the balanced accuracy on test data,
+    the mean over classes of the part that is right, of new models trained to the end with the weights fixed:
+    balanced_accuracy with the learnt shares, inverse_balanced_accuracy with equal ones, unweighted_balanced_accuracy
+    with weights of 1. The balanced samples that judge could be trained on as well, which the three numbers that begin
+    with joint_ do: both sets together, each class with the share given or learnt.
 
     Args:
         dataset: "digits" (bundled), "mnist" or "fashion-mnist" (IDX files), or "auto": mnist when a folder was named,
@@ -81,8 +81,8 @@ class Imbalance(AbstractTask):
         model, hidden: "mlp" with a hidden layer of this width, or "linear".
         l2: the ridge.
         batch: samples in an inner batch; None: all.
-        inner_steps, inner_lr, outer_lr: of the solver. inner_lr None: half the inverse of the largest curvature where the
-            run begins.
+        inner_steps, inner_lr, outer_lr: of the solver. inner_lr None: half the inverse of the largest curvature where
+            the run begins.
         dtype: "float32" or "float64".
     """
 

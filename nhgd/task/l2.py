@@ -30,16 +30,18 @@ MADE = {"ijcnn1_like": (22, 2, 0.1), "covtype_like": (54, 7, 0.5)}  # features, 
 @final
 @dataclass(frozen=True)
 class L2(AbstractTask):
-    """Per-feature ridge of a logistic model, chosen on validation data; with more than two classes, a ridge for each class.
+    """Per-feature ridge of a logistic model, chosen on validation data; with more than two classes, a ridge for each
+    class.
 
         inner: mean_i log(1 + exp(-y_i z_i)) + sum_j exp(v_j) theta_j^2,      z = x . theta + bias
         outer: the same loss on validation data, without the ridge
 
     The default data are scikit-learn's bundled breast-cancer measurements (569 samples, 30 features, standardised),
     with `decoys` further features of pure noise that a good ridge learns to switch off. `dataset="synthetic"` draws a
-    logistic model instead and needs nothing beyond torch. The presets "ijcnn1-like" and "covtype-like" have the sizes of the
-    regularisation problems of benchmark_bilevel, from data that scikit-learn makes: 22 features and two classes, of which one
-    is rare, with a ridge for each feature; 54 features and seven classes, a softmax model with a ridge for each class,
+    logistic model instead and needs nothing beyond torch. The presets "ijcnn1-like" and "covtype-like" have the sizes
+    of the regularisation problems of benchmark_bilevel, from data that scikit-learn makes: 22 features and two classes,
+    of which one is rare, with a ridge for each feature; 54 features and seven classes, a softmax model with a ridge for
+    each class,
 
         inner: mean_i CE(y_i, z_i) + sum_c exp(v_c) ||theta_c||^2,      theta_c the weights and the bias of class c
     """

@@ -29,7 +29,8 @@ EXAMPLE = "dict(problem=problem, inner_data=data, outer_data=judge, inner_steps=
 @final
 @dataclass(frozen=True)
 class OwnProblem(AbstractTask):
-    """A problem by a function of a seed, which returns the arguments of a `Solver` but the method and the seed, as a dict.
+    """A problem by a function of a seed, which returns the arguments of a `Solver` but the method and the seed, as a
+    dict.
 
     Args:
         make: makes data, problem and settings anew; what it draws at random is seeded for it.
@@ -39,7 +40,8 @@ class OwnProblem(AbstractTask):
 
     >>> def make(seed):
     ...     theta, v = torch.zeros(2), torch.full((2,), float(seed))
-    ...     problem = Bilevel(lambda t, v, x: (t - v).square() + 0 * x, lambda t, v, x: (t - 1).square().sum(), theta, v)
+    ...     inner = lambda theta, v, x: (theta - v).square() + 0 * x
+    ...     problem = Bilevel(inner, lambda theta, v, x: (theta - 1).square().sum(), theta, v)
     ...     return {"problem": problem, "inner_data": [torch.ones(2)], "outer_data": [torch.ones(2)], "inner_lr": 0.3}
     >>> OwnProblem(make).build(3, torch.device("cpu")).losses()
     {'outer_loss': 2.0, 'inner_loss': 9.0}

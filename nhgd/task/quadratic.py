@@ -64,8 +64,8 @@ class Quadratic(AbstractTask):
         f(v, theta)   = 0.5 mean_j (B_j . theta - d_j)^2 + 0.5 rho ||v||^2
 
     grad_theta f does not vanish at the solution, so the inverse matters. With noise 1 the inner model is the Gaussian
-    that drew the data, so that the empirical Fisher matrix estimates the Hessian; any other noise takes it off its model
-    by that factor squared.
+    that drew the data, so that the empirical Fisher matrix estimates the Hessian; any other noise takes it off its
+    model by that factor squared.
     """
 
     name: ClassVar[str] = "quadratic"

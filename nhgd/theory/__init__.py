@@ -3,8 +3,8 @@
     c = nhgd.theory.Constants(mu=0.1, L=1.0, R=1.0, C_1=0.5, d_2=10)
     nhgd.theory.T_0(c, delta=0.1), nhgd.theory.inverse_error(c, T=10**9, delta=0.1)
 
-The bounds are worst cases over all problems with these constants; real runs do far better. What the theory is good for is how
-things scale: with T, with K, with delta.
+The bounds are worst cases over all problems with these constants; real runs do far better. What the theory is good for
+is how things scale: with T, with K, with delta.
 """
 
 from nhgd.theory.constants import Constants as Constants

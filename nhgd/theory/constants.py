@@ -14,8 +14,8 @@ from nhgd.errors import InputError
 class Constants(Validated):
     """The constants of assumptions 1 to 4 of the NHGD paper, for a loss l(v, theta, xi) of one sample, ridge included.
 
-    Those of the inner problem suffice for theorem 1; the others default to None, and a function that needs one of them says
-    so. A Lipschitz constant is "in theta" at fixed v, or "in v" at fixed theta.
+    Those of the inner problem suffice for theorem 1; the others default to None, and a function that needs one of them
+    says so. A Lipschitz constant is "in theta" at fixed v, or "in v" at fixed theta.
 
     Args:
         mu: strong convexity of l in theta (assumption 1).
@@ -27,12 +27,12 @@ class Constants(Validated):
         D_1: bound of |grad_theta f| (assumption 2).
         L_f_v, L_f_theta: Lipschitz constants in theta of grad_v f and grad_theta f.
         Lbar_f_v, Lbar_f_theta: the same in v.
-        L_cross, L_hessian: Lipschitz constants in theta of the cross derivative and of the Hessian of the inner objective
-            (L_{l_{theta,v}} and L_{l_{theta,theta}} in the paper).
+        L_cross, L_hessian: Lipschitz constants in theta of the cross derivative and of the Hessian of the inner
+            objective (L_{l_{theta,v}} and L_{l_{theta,theta}} in the paper).
         Lbar_cross, Lbar_hessian: the same in v.
-        C_a, C_b: the absolute constants that the proof of the SGD lemma takes from a textbook without a value. 1 suffices for
-            both: Hoeffding's lemma gives the bound on the moment generating function of (theta - theta*).e with C_a = 1, and
-            |e| is bounded, which gives that of |e|^2 with C_b = 1.
+        C_a, C_b: the absolute constants that the proof of the SGD lemma takes from a textbook without a value. 1
+            suffices for both: Hoeffding's lemma gives the bound on the moment generating function of (theta - theta*).e
+            with C_a = 1, and |e| is bounded, which gives that of |e|^2 with C_b = 1.
 
     >>> Constants(mu=0.5, L=1.0, R=1.0, C_1=1.0, d_2=10).q
     32.0

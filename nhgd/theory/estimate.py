@@ -30,8 +30,8 @@ class Estimate:
 
     Attributes:
         constants: they.
-        how: for each name "given", "bound" (true everywhere in the ball) or "estimate" (the largest, of mu the smallest, that
-            was met at sampled points: the true constant may be worse).
+        how: for each name "given", "bound" (true everywhere in the ball) or "estimate" (the largest, of mu the
+            smallest, that was met at sampled points: the true constant may be worse).
     """
 
     constants: Constants
@@ -49,8 +49,9 @@ def estimated(
 ) -> Estimate:
     """The constants of a problem around its current theta and v, by sampling.
 
-    Gradients and Hessians of single samples are compared at the current theta and at random points of the ball; norms of
-    matrices come from Lanczos iterations on products. Large for a model means slow: each of `samples` takes some fifty products.
+    Gradients and Hessians of single samples are compared at the current theta and at random points of the ball; norms
+    of matrices come from Lanczos iterations on products. Large for a model means slow: each of `samples` takes some
+    fifty products.
 
     Args:
         problem: its theta should be near an inner optimum, because the ball is around 0 and as large as theta requires.
@@ -96,8 +97,8 @@ def linear_softmax(x: Tensor, classes: int, l2: float, R: float, largest_weight:
     With |x| the largest norm of a row, a 1 for the bias included, and p the probabilities:
 
         mu = 2 l2                                      the loss of a sample is convex, and flat in most directions
-        L  = w |x|^2 / 2 + 2 l2 + sqrt(2) |x|          |diag(p) - p p^T| <= 1/2; the score of a sample, its cross derivative
-                                                       with its own weight, is at most sqrt(2) |x|
+        L  = w |x|^2 / 2 + 2 l2 + sqrt(2) |x|          |diag(p) - p p^T| <= 1/2; the score of a sample, its
+                                                       cross derivative with its own weight, is at most sqrt(2) |x|
         C_1 = 2 sqrt(2) w |x|                          of the data term: the ridge has no noise
 
     Args:

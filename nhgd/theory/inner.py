@@ -1,7 +1,7 @@
 """What holds of one inner loop: theta, the inverse of the empirical Fisher matrix, the cross derivative (section 4.1).
 
-Probabilities are joint over the whole loop. Where the paper's proof has a slip, the docstring names it and the function follows
-what the proof shows; lines are those of the paper's source.
+Probabilities are joint over the whole loop. Where the paper's proof has a slip, the docstring names it and the function
+follows what the proof shows; lines are those of the paper's source.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def gamma(c: Constants, t: float, delta: float) -> float:
         4 sqrt(2) G / sqrt(t) ( G sqrt(log(2 d_2 (1 + t) / delta))
                                 + 2 L^2 / mu sqrt(c' (1 + log((1 + t) / delta))) + 8 L^4 2R / mu^3 ),    G = L 2R + C_1
 
-    The lemma on the optimisation error claims probability 1 - delta (l. 1064), its proof shows 1 - t delta (l. 1101); (1 + t) /
-    delta here already makes up for that.
+    The lemma on the optimisation error claims probability 1 - delta (l. 1064), its proof shows 1 - t delta (l. 1101);
+    (1 + t) / delta here already makes up for that.
     """
     t = _check_steps("t", t)
     each = math.log1p(t) - math.log(check_delta(delta))  # log((1 + t) / delta)
@@ -75,7 +75,8 @@ def gamma(c: Constants, t: float, delta: float) -> float:
 
 
 def T_0(c: Constants, delta: float, floor: float = 0.0) -> int:
-    """The least number of inner steps for theorem 1: gamma(t, delta) + floor <= mu / 2 from there on (eq. condition_T0).
+    """The least number of inner steps for theorem 1: gamma(t, delta) + floor <= mu / 2 from there on (eq.
+    condition_T0).
 
     Args:
         floor: the part of the error that no inner loop removes, see `misspecification`.
@@ -134,8 +135,8 @@ def misspecification(c: Constants, epsilon_D: float) -> float:
         epsilon_D ( G^2 + L - mu ),    G = L 2R + C_1
 
     The remark after assumption 5 names this case without a formula. H - I = -E_q[ grad^2 p / p ] = E_q[M] with
-    M = grad^2 l - grad l grad l^T, and E_p[M] = 0. For a unit vector u, u.Mu lies between mu - G^2 and L, and an expectation of
-    what lies in an interval changes by at most the length of the interval times the total variation.
+    M = grad^2 l - grad l grad l^T, and E_p[M] = 0. For a unit vector u, u.Mu lies between mu - G^2 and L, and an
+    expectation of what lies in an interval changes by at most the length of the interval times the total variation.
 
     It adds to gamma(T, delta): pass it as `floor`. As a bound it is crude, as G^2 usually is.
     """

@@ -1,7 +1,7 @@
 """What holds of a whole run: stationarity, and what it costs (section 4.2).
 
-Where the paper's proof has a slip, the docstring names it and the function follows what the proof shows; lines are those of
-the paper's source.
+Where the paper's proof has a slip, the docstring names it and the function follows what the proof shows; lines are
+those of the paper's source.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def b(c: Constants, T: float, delta: float) -> float:
 def T_hat(c: Constants) -> float:
     """The T from which a half of the squared hypergradients remains on the left (T_0 with a hat, l. 1610).
 
-    q ( sqrt( 6 psi phi + beta ) - 1 ) with Lambda_1 = beta (q / (T + q))^2 and Lambda_2 = phi (q / (T + q))^2: the root of
-    6 psi Lambda_2 + Lambda_1 = 1.
+    q ( sqrt( 6 psi phi + beta ) - 1 ) with Lambda_1 = beta (q / (T + q))^2 and Lambda_2 = phi (q / (T + q))^2: the root
+    of 6 psi Lambda_2 + Lambda_1 = 1.
     """
     return max(0.0, c.q * (math.sqrt(6 * psi(c) * Lambda_2(c, 0) + Lambda_1(c, 0)) - 1))
 
@@ -75,8 +75,8 @@ def T_1(c: Constants, delta: float, K: int | None = None) -> int:
     """The least number of inner steps for theorem 2: that of theorem 1, and `T_hat` (eq. condition_T1).
 
     Args:
-        K: outer steps. The theorem needs the bounds of all of them at once, which takes delta down to 2 delta / (K (K + 5)); its
-            statement (l. 1641, 1674) leaves that out. None: for one outer step, as printed.
+        K: outer steps. The theorem needs the bounds of all of them at once, which takes delta down to 2 delta / (K (K +
+            5)); its statement (l. 1641, 1674) leaves that out. None: for one outer step, as printed.
     """
     each = check_delta(delta) if K is None else _for_each(delta, K)
     return max(T_0(c, each), math.ceil(T_hat(c)))
@@ -100,8 +100,8 @@ def stationarity(c: Constants, K: int, T: float, delta: float, gap: float, floor
             + (6 psi Lambda_2 / (1 - Lambda_1) + 18) (D + F)
         D = D_1^2 cross^2 (1 / mu + inverse)^2,    F = L^2 D_1^2 inverse^2
 
-    each bound taken at 2 delta / (K (K + 5)). In the printed one the squared distance is R (l. 1645), D and F are not squared
-    and have an undefined C_2 (l. 1588), and the last term has lost M_3 and a factor of 3 (l. 1671, 1680).
+    each bound taken at 2 delta / (K (K + 5)). In the printed one the squared distance is R (l. 1645), D and F are not
+    squared and have an undefined C_2 (l. 1588), and the last term has lost M_3 and a factor of 3 (l. 1671, 1680).
 
     Args:
         gap: Phi(v_0) - min Phi.
@@ -145,8 +145,8 @@ class Prescription:
 def prescribed(c: Constants, epsilon: float, delta: float, gap: float) -> Prescription:
     """K and T with which theorem 2 guarantees a mean squared hypergradient of epsilon, and the samples they take.
 
-    Half of epsilon is for the terms that fall with K, half for those that fall with T. K is of the order 1 / epsilon, T of
-    log(1 / (epsilon delta)) / epsilon.
+    Half of epsilon is for the terms that fall with K, half for those that fall with T. K is of the order 1 / epsilon, T
+    of log(1 / (epsilon delta)) / epsilon.
     """
     positive("A prescription", epsilon=epsilon)
     _check_gap(gap)

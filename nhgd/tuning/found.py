@@ -37,9 +37,10 @@ class Found:
 
     Attributes:
         about: what was searched, and how.
-        trials: number, state (complete, pruned, failed or running), parameters, value, seconds, metrics and error of each.
-        best: number, value, metrics, and the parameters of the best trial together with what was set for all; None before
-            any has ended well.
+        trials: number, state (complete, pruned, failed or running), parameters, value, seconds, metrics and error of
+            each.
+        best: number, value, metrics, and the parameters of the best trial together with what was set for all; None
+            before any has ended well.
         importance: the share of each parameter in the variation of the values; empty where nothing can be said.
     """
 

@@ -106,7 +106,8 @@ def parsed(pairs: Sequence[str] | None) -> Space:
 
 
 def of_python(space: Mapping[str, Any] | None) -> Space:
-    """From Python: a tuple (low, high) or (low, high, "log") is a range, a list has choices; texts as on the command line.
+    """From Python: a tuple (low, high) or (low, high, "log") is a range, a list has choices; texts as on the command
+    line.
 
     >>> of_python({"inner_steps": (5, 40), "inverse": ["cg", "neumann"]})["inner_steps"]
     Range(low=5.0, high=40.0, log=False, whole=False, points=5)

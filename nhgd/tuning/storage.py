@@ -38,8 +38,8 @@ def opened(address: str | None) -> Any:
     """The storage at an address; None is one in memory.
 
     Args:
-        address: as SQLAlchemy writes it, such as sqlite:///sweep.db or postgresql://user@host/database; journal:FILE; or
-            redis://host:port.
+        address: as SQLAlchemy writes it, such as sqlite:///sweep.db or postgresql://user@host/database; journal:FILE;
+            or redis://host:port.
     """
     made = optuna().storages
     if address is None:

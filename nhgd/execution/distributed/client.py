@@ -29,8 +29,8 @@ def credit_period(max_lag: int) -> int:
 class Client:
     """The connections of one inner rank to all curvature ranks.
 
-    Records are sent without waiting for them to arrive. Each curvature rank says now and then how many are in its state,
-    and `submit` waits while more than `max_lag` are not.
+    Records are sent without waiting for them to arrive. Each curvature rank says now and then how many are in its
+    state, and `submit` waits while more than `max_lag` are not.
 
     Args:
         messenger: what sends and receives.

@@ -34,16 +34,17 @@ from nhgd.variable import Variable
 class Distributed(AbstractExecutor):
     """Curvature in other processes: curvature ranks fold in the records while the inner ranks continue.
 
-    All processes run the same program. Ranks 0 to workers - 1 share the inner loop, the others keep curvature. During the
-    inner loop records travel one way; at its end u goes there and x comes back. The cross derivative stays where theta is.
+    All processes run the same program. Ranks 0 to workers - 1 share the inner loop, the others keep curvature. During
+    the inner loop records travel one way; at its end u goes there and x comes back. The cross derivative stays where
+    theta is.
 
     Args:
         max_lag, stale: as for every executor.
         workers: how many processes share the inner loop; None: all that keep no curvature.
         curvature_ranks: how many processes keep curvature. Layers are divided over several by the cost of their
             eigendecompositions, which Kronecker-factored inverses allow. 0: none, the workers keep it themselves.
-        timeout: seconds to wait for another process before it counts as lost and the run ends. It must be longer than an inner
-            step, the metrics and a checkpoint take.
+        timeout: seconds to wait for another process before it counts as lost and the run ends. It must be longer than
+            an inner step, the metrics and a checkpoint take.
         divide: with curvature_ranks=0, whether each worker keeps only the factors and inverses of its own layers; see
             `Inline`.
     """

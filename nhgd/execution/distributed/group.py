@@ -38,9 +38,9 @@ _joined = 0  # how often this process joined; the same everywhere, because all p
 class Processes(Group):
     """The inner and the curvature ranks of a process group.
 
-    Every wait for another process has a time limit. The first one begins when this process has arrived, and is longer, because
-    others may take longer to start. When one is over, those that are left write into the store of the process group that they are
-    there, and who has not done so is named.
+    Every wait for another process has a time limit. The first one begins when this process has arrived, and is longer,
+    because others may take longer to start. When one is over, those that are left write into the store of the process
+    group that they are there, and who has not done so is named.
 
     Args:
         workers, curvature: how many share the inner loop, and how many keep curvature.

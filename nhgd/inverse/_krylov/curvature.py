@@ -22,8 +22,8 @@ class DirectionalCurvature:
         last: p.Hp of the last direction.
         largest: |Hp| / |p| of the steepest one.
         negative: whether one had clearly negative curvature.
-        vanished: whether one had a curvature that is of rounding size beside the largest. That alone does not make H singular:
-            a parameter may be badly scaled.
+        vanished: whether one had a curvature that is of rounding size beside the largest. That alone does not make H
+            singular: a parameter may be badly scaled.
     """
 
     def __init__(self, owner: str, dtype: torch.dtype) -> None:

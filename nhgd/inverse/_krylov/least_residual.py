@@ -17,9 +17,9 @@ class LeastResidual:
         y <- x, s <- r                                    where |r| <= |s|
         y <- y + eta (x - y),   s <- s + eta (r - s)      else, with eta = -s.(r - s) / |r - s|^2
 
-    The residuals of conjugate gradients rise and fall, and if u has a part outside the range of H they grow without bound,
-    together with x. The residual here never grows: if they rise from the first step on, it is that of the method of minimal
-    residuals; if they always fall, it is that of the last iterate. It costs no product.
+    The residuals of conjugate gradients rise and fall, and if u has a part outside the range of H they grow without
+    bound, together with x. The residual here never grows: if they rise from the first step on, it is that of the method
+    of minimal residuals; if they always fall, it is that of the last iterate. It costs no product.
 
     Args:
         x, r: the first iterate and its residual u - H x. Both may be changed in place afterwards.

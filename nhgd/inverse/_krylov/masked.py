@@ -42,8 +42,8 @@ def masked(
 ) -> tuple[Tensor, Any, dict[str, Any]]:
     """x, its relative residual and notes, as `pcg` has them, with the same arguments.
 
-    All products are taken, also those that follow the end. Where the curvature vanishes, or below a preconditioner is negative
-    at once, the values must be read on the host: the run then continues without captured steps.
+    All products are taken, also those that follow the end. Where the curvature vanishes, or below a preconditioner is
+    negative at once, the values must be read on the host: the run then continues without captured steps.
     """
     eps, tiny = torch.finfo(u.dtype).eps, torch.finfo(u.dtype).tiny
     length = u.norm().double()

@@ -27,8 +27,8 @@ class Minimal(NamedTuple):
 def minimal_residuals(product: Callable[[Tensor], Tensor], u: Tensor, tol: float, steps: int) -> Minimal:
     """x with the least |H x - u| for a symmetric H, from products alone.
 
-    It stops after `steps` products, when |r| <= tol |u|, or when |H r| <= tol |H| |r|: the residual r = u - H x then lies
-    outside of the range of H. For a u within the range x is the shortest solution.
+    It stops after `steps` products, when |r| <= tol |u|, or when |H r| <= tol |H| |r|: the residual r = u - H x then
+    lies outside of the range of H. For a u within the range x is the shortest solution.
 
     References: C. C. Paige, M. A. Saunders, Solution of sparse indefinite systems of linear equations, 1975, section 6;
     S.-C. Choi, C. C. Paige, M. A. Saunders, MINRES-QLP: a Krylov subspace method for indefinite or singular symmetric

@@ -39,16 +39,17 @@ def pcg(
         repeat:  alpha = r.z / p.Hp;  x += alpha p;  r_new = r - alpha Hp;  z_new = M^{-1} r_new
                  p = z_new + (r_new.z_new / r.z) p
 
-    It stops at a relative residual of `tol`, and on curvature that is not positive. After a curvature of rounding size one more
-    product shows whether the residual fell. On negative curvature in the first step from zero, x is M^{-1} u itself,
-    shortened if its product is more than ten times as long as u.
+    It stops at a relative residual of `tol`, and on curvature that is not positive. After a curvature of rounding size
+    one more product shows whether the residual fell. On negative curvature in the first step from zero, x is M^{-1} u
+    itself, shortened if its product is more than ten times as long as u.
 
     Args:
         owner: the name in messages.
         product: x -> H x.
         precondition: r -> M^{-1} r, symmetric and positive; None: the identity.
 
-    References: J. Nocedal, S. J. Wright, Numerical Optimization, 2006, algorithms 5.2, 5.3 and 7.1 (negative curvature).
+    References: J. Nocedal, S. J. Wright, Numerical Optimization, 2006, algorithms 5.2, 5.3 and 7.1 (negative
+    curvature).
     """
     if tape.tape() is not None:
         return Iterate(*masked(owner, product, u, steps, tol, start, precondition))
@@ -107,7 +108,8 @@ def pcg(
 def first_iterate(u: Tensor, product: Product, start: Tensor | None) -> tuple[Tensor, Tensor]:
     """A first x, which may be changed in place, and its residual u - H x.
 
-    A given start is taken only where its residual is smaller than that of zero: far from the last point it can be worse.
+    A given start is taken only where its residual is smaller than that of zero: far from the last point it can be
+    worse.
     """
     if start is not None:
         r = u - product(start)

@@ -20,7 +20,8 @@ def richardson(
     Args:
         residual: u - H x, from the new x or, as r - lr H r, from the residual before it.
 
-    References: L. F. Richardson, The approximate arithmetical solution by finite differences of physical problems, 1911.
+    References: L. F. Richardson, The approximate arithmetical solution by finite differences of physical problems,
+    1911.
     """
     while True:
         yield x, r

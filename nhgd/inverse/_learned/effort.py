@@ -22,8 +22,8 @@ class Effort:
         build_up: inner steps at the beginning, of which more are recorded, so that there is something to invert.
         build_up_every, build_up_last: which of these, in the same way.
         build_up_samples: of each batch in these records; None: all, and all places.
-        invert_at: observations at the beginning at which all factors are decomposed; None: in the build-up they are in each
-            solve, and nothing is kept.
+        invert_at: observations at the beginning at which all factors are decomposed; None: in the build-up they are in
+            each solve, and nothing is kept.
         iterations: at most this many of conjugate gradients in a solve with an uneven ridge; None: as many as are
             used outside of a run.
 

@@ -73,9 +73,10 @@ class Basis(NamedTuple):
 
             x = b / extra + sum over blocks of  Q_G [ (Q_G^T b Q_A) * (1 / (g a^T + extra) - 1 / extra) ] Q_A^T
 
-        The pairs of eigenvectors whose g_i a_j is more than a tenth of `extra` fill a staircase: the largest a_j need most of
-        the g_i, and the others few. Blocks that cover it have far fewer pairs than there are. No component of x is too long by
-        more than a tenth, and those that are left out count for little: of the whole, the error is about a hundredth.
+        The pairs of eigenvectors whose g_i a_j is more than a tenth of `extra` fill a staircase: the largest a_j need
+        most of the g_i, and the others few. Blocks that cover it have far fewer pairs than there are. No component of x
+        is too long by more than a tenth, and those that are left out count for little: of the whole, the error is about
+        a hundredth.
         """
         out, into = self.score_values.shape[1], self.input_values.shape[1]
         falling = self.input_values.flip(1)
@@ -103,7 +104,8 @@ class Basis(NamedTuple):
 def staircase(rows: Sequence[int], out: int, most: int = 4) -> list[tuple[int, int, int]]:
     """Blocks of columns (start, stop, rows) that cover a staircase, `rows` for each column, none of them rising.
 
-    At most so many, between powers of two, such that products of a matrix of `out` rows with all of them cost the least.
+    At most so many, between powers of two, such that products of a matrix of `out` rows with all of them cost the
+    least.
 
     >>> staircase([8, 8, 1, 1, 1, 1, 1, 0], out=8)
     [(0, 2, 8), (2, 7, 1)]

@@ -16,9 +16,9 @@ class Graphable(NamedTuple):
     Attributes:
         key: what it depends on besides the record's shapes.
         work: of the record; its result is the third argument of `observe(state, record, ready)`.
-        speculative: where the work is all that is done with tensors and its result is one tensor of a few numbers to look at: the
-            state to launch the next record's work from, and to solve with, before these numbers are known. None: there is no
-            going on before. Which of the two it is must depend on the type of the record alone.
+        speculative: where the work is all that is done with tensors and its result is one tensor of a few numbers to
+            look at: the state to launch the next record's work from, and to solve with, before these numbers are known.
+            None: there is no going on before. Which of the two it is must depend on the type of the record alone.
         finalise: with `speculative`: (state, numbers) -> the state after the record.
     """
 

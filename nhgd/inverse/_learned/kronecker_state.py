@@ -19,8 +19,8 @@ class KroneckerState(State):
         mass: the total weight of the batches in the running means.
         observed: how many records were taken.
         inputs: A, (G, in, in): the mean over samples and places of w_i a a^T.
-        scores: (G, out, out): the mean over samples of w_i g g^T, summed over places. G is this over `weights`. Of a layer
-            that is split, blocks on the diagonals of its two factors; every pair of them is a group.
+        scores: (G, out, out): the mean over samples of w_i g g^T, summed over places. G is this over `weights`. Of a
+            layer that is split, blocks on the diagonals of its two factors; every pair of them is a group.
         weights: the mean of w_i, 0-dimensional.
         biases: where the bias of a layer starts in the flat vector; a layer without bias has no entry.
         blocks: the Fisher matrix of each parameter outside the layers, (n, n), or its diagonal, (n,).
@@ -104,7 +104,9 @@ class KroneckerState(State):
 
 
 def into_blocks(matrix: Tensor, columns: int, width: int, rows: int) -> Tensor:
-    """A matrix (1, out, in) as blocks (rows * columns, out / rows, width), its last column repeated where they are wider."""
+    """A matrix (1, out, in) as blocks (rows * columns, out / rows, width), its last column repeated where they are
+    wider.
+    """
     wider = columns * width - matrix.shape[2]
     padded = torch.cat([matrix, matrix[..., -1:].expand(-1, -1, wider)], dim=2) if wider else matrix
     split: Tensor = padded[0].unflatten(1, (columns, width)).unflatten(0, (rows, -1))

@@ -14,8 +14,8 @@ from nhgd.inverse._learned.eigenbasis import Basis, Solver, eigenvalues
 
 ITERATIONS = 50  # of conjugate gradients at most
 RANGE = 1e3  # between the entries of a ridge: above it, conjugate gradients need its scale in the preconditioner
-# In multiplications of a matrix product on a CPU, by the prices of `nhgd._prices`: an eigendecomposition of n rows takes
-# CUBE n^3 + SQUARE n^2, and the operations of an iteration take so many before they compute anything.
+# In multiplications of a matrix product on a CPU, by the prices of `nhgd._prices`: an eigendecomposition of n rows
+# takes CUBE n^3 + SQUARE n^2, and the operations of an iteration take so many before they compute anything.
 CUBE, SQUARE, CALLS = 4, 1000, 1.5e7
 
 
@@ -151,8 +151,9 @@ def pays(sizes: Sequence[int], out: int, columns: int, iterations: int) -> bool:
 class Uneven:
     """F + R of one layer, where F is diagonal in a basis, but the ridge R is not.
 
-    Solved by conjugate gradients in the basis. Each iteration takes four pairs of matrix products, as large as the layer; no
-    gradient and no data. With d the diagonal of F, rho the geometric mean of R and W = rho / (d + rho), the preconditioner
+    Solved by conjugate gradients in the basis. Each iteration takes four pairs of matrix products, as large as the
+    layer; no gradient and no data. With d the diagonal of F, rho the geometric mean of R and W = rho / (d + rho), the
+    preconditioner
 
         M^{-1} = W Q^T R^{-1} Q W + d / (d + rho)^2
 

@@ -15,9 +15,9 @@ def matrix_solver(a: Tensor, g: Tensor, extra: float | Tensor, iterations: int) 
 
         X -> G X A + extra * X,        preconditioned by its diagonal  g_ii a_jj + extra
 
-    All iterations are made; after the relative residual has reached its tolerance they change nothing. Each group has step
-    lengths of its own. The relative error falls by a factor of about (sqrt(c) - 1) / (sqrt(c) + 1) with each, where c is
-    the condition of the preconditioned system, so a small `extra` needs many.
+    All iterations are made; after the relative residual has reached its tolerance they change nothing. Each group has
+    step lengths of its own. The relative error falls by a factor of about (sqrt(c) - 1) / (sqrt(c) + 1) with each,
+    where c is the condition of the preconditioned system, so a small `extra` needs many.
 
     Args:
         a: (G, in, in).

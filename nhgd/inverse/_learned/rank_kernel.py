@@ -1,8 +1,9 @@
-"""A R^T and A <- scale A - W^T W for a symmetric A, as Triton kernels. Imported on demand, where there is a CUDA device.
+"""A R^T and A <- scale A - W^T W for a symmetric A, as Triton kernels. Imported on demand, where there is a CUDA
+device.
 
-Both read the blocks of A on and below its diagonal alone, which is half of it. A product leaves its sums over each block in memory
-of their own, and they are added up in one order, so that two runs of one seed agree. An update writes each block to both places,
-so A is symmetric afterwards in every bit.
+Both read the blocks of A on and below its diagonal alone, which is half of it. A product leaves its sums over each
+block in memory of their own, and they are added up in one order, so that two runs of one seed agree. An update writes
+each block to both places, so A is symmetric afterwards in every bit.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _half_products(matrix, rows, sums, size, count, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        # Block (i, j) of A times a part of a row adds to the part i of its product, and the block transposed to the part j.
-        # sums: (count, blocks, size), the second index being that of the other part.
+        # Block (i, j) of A times a part of a row adds to the part i of its product, and the block transposed to the
+        # part j. sums: (count, blocks, size), the second index being that of the other part.
         if tl.program_id(1) > tl.program_id(0):
             return
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
 """How factors and eigenvectors are kept between their uses: in the host's memory, or in few digits.
 
-An inner step has no use for them, and its activations are what memory is needed for. They are back on the device, in all
-digits, while a record is folded in and while a system is solved.
+An inner step has no use for them, and its activations are what memory is needed for. They are back on the device, in
+all digits, while a record is folded in and while a system is solved.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def _once(known: dict[int, Tensor], tensor: Tensor, make: Callable[[Tensor], Ten
 def polished(
     a: Tensor, g: Tensor, extra: float, near: Callable[[Tensor], Tensor], iterations: int = POLISH
 ) -> Callable[[Tensor], Tensor]:
-    """b -> (A (x) G + extra I)^{-1} b for matrices b, (G, out, in), by conjugate gradients that a solve which is near to it
-    preconditions.
+    """b -> (A (x) G + extra I)^{-1} b for matrices b, (G, out, in), by conjugate gradients that a solve which is near
+    to it preconditions.
 
-    Eigenvectors of few digits mix the largest eigenvalues into the smallest, by which a solve divides: alone they may be wrong
-    by more than the solution. Each product with the factors, X -> G X A + extra X, takes most of that away.
+    Eigenvectors of few digits mix the largest eigenvalues into the smallest, by which a solve divides: alone they may
+    be wrong by more than the solution. Each product with the factors, X -> G X A + extra X, takes most of that away.
     """
 
     def solve(b: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Solving with the curvature of many layers at once: a GPU waits for the calls of each layer longer than it works on them.
+"""Solving with the curvature of many layers at once: a GPU waits for the calls of each layer longer than it works on
+them.
 
 Layers of one shape, or blocks of split ones, are stacked, and their numbers are read from the device in one transfer.
 """
@@ -152,7 +153,9 @@ def block_solvers(blocks: Mapping[str, Tensor], extra: float) -> Callable[[list[
 
 
 def _inverses(stacks: list[Tensor], extra: Tensor | float) -> list[Tensor]:
-    """Of symmetric matrices, (m, n, n), with a number added to their diagonals: by Cholesky factors where digits suffice."""
+    """Of symmetric matrices, (m, n, n), with a number added to their diagonals: by Cholesky factors where digits
+    suffice.
+    """
     added = float(extra)
     lower, sound = list[Tensor](), list[Tensor]()
     for stack in stacks:

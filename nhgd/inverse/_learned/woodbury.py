@@ -1,7 +1,7 @@
 """Updates of an inverse A = M^{-1} in place, as M <- (1 - g) M + g R^T R, without inverting.
 
-All of them begin with products R A and end in A <- scale A - W^T W, each of which is one pass over A. On a GPU with Triton they
-read one half of A, which is symmetric.
+All of them begin with products R A and end in A <- scale A - W^T W, each of which is one pass over A. On a GPU with
+Triton they read one half of A, which is symmetric.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def products(matrix: Tensor, rows: Tensor) -> Tensor:
 
 
 def by_rows(symmetric: Tensor) -> Tensor | None:
-    """The same memory as a contiguous array, whose columns may lie together, as LAPACK leaves them; None if it has gaps."""
+    """The same memory as a contiguous array, whose columns may lie together, as LAPACK leaves them; None if it has
+    gaps.
+    """
     return next((view for view in (symmetric, symmetric.T) if view.is_contiguous()), None)
 
 
@@ -78,7 +80,8 @@ def fold_row(inverse: Tensor, row: Tensor, gain: float) -> Tensor:
     Returns r.r, what the update divides by, which must be above 0, and the least and largest entry on A's diagonal.
     """
     keep = 1 - gain
-    # With p = A r / (1 - g): A / (1 - g) - p p^T / (1 / g + p.r). Few kernels, because each costs more than it computes.
+    # With p = A r / (1 - g): A / (1 - g) - p p^T / (1 / g + p.r). Few kernels, because each costs more than it
+    # computes.
     product = products(inverse, row[None])[0].div_(keep)
     both = torch.stack([product, row]) @ row
     small = both[0] + 1 / gain
@@ -110,8 +113,9 @@ def fold_steps(inverse: Tensor, rows: Tensor, gains: Sequence[float]) -> Tensor:
 
         M_n = K_n (M + R^T diag(g_k / K_k) R),       A_n = (A - V^T V) / K_n,       V = L^{-1} R A
 
-    where L L^T = R A R^T + diag(K_k / g_k). The leading k rows of V belong to the first k updates: A_k = (A - V_k^T V_k) / K_k, and
-    what update k divides by is L_kk^2 / K_k. So A is read once for R A and updated once, with few operations between.
+    where L L^T = R A R^T + diag(K_k / g_k). The leading k rows of V belong to the first k updates: A_k = (A - V_k^T
+    V_k) / K_k, and what update k divides by is L_kk^2 / K_k. So A is read once for R A and updated once, with few
+    operations between.
 
     Returns what `fold_row` does for each of the rows, (n, 4).
     """

@@ -1,7 +1,8 @@
-"""Both step sizes of every method, one after the other: a sweep of each, the first once more where the second has moved.
+"""Both step sizes of every method, one after the other: a sweep of each, the first once more where the second has
+moved.
 
-A grid of five values of each has 25 runs; this takes about ten, and every sweep is continued while its best value lies at
-an end. What it finds is the best along both axes through it, which a grid would be too.
+A grid of five values of each has 25 runs; this takes about ten, and every sweep is continued while its best value lies
+at an end. What it finds is the best along both axes through it, which a grid would be too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`nhgd reproduce theory`: the paper's theorems measured where their assumption on the model holds, and what they claim."""
+"""`nhgd reproduce theory`: the paper's theorems measured where their assumption on the model holds, and what they
+claim.
+"""
 
 from __future__ import annotations
 

@@ -47,10 +47,12 @@ class Estimator:
 
 @dataclass
 class Followed:
-    """The matrices that an estimator inverts, in every run at once, and the library's own A of the first run beside them.
+    """The matrices that an estimator inverts, in every run at once, and the library's own A of the first run beside
+    them.
 
-    A run's A is the inverse of M <- (1 - g) M + g F_batch from M = prior I, with the gains g of `FisherDense`; inverting M
-    where A is looked at is the same, and can be done for all runs in a few kernels. `difference` says how true that is.
+    A run's A is the inverse of M <- (1 - g) M + g F_batch from M = prior I, with the gains g of `FisherDense`;
+    inverting M where A is looked at is the same, and can be done for all runs in a few kernels. `difference` says how
+    true that is.
     """
 
     estimator: Estimator

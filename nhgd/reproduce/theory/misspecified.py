@@ -25,7 +25,8 @@ def floor(
     seed: int = 0,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """What remains of the error after T steps on data of which a share comes from elsewhere, beside its limit and its bound.
+    """What remains of the error after T steps on data of which a share comes from elsewhere, beside its limit and its
+    bound.
 
     Measured is the distance of the mean over the runs, so that the noise of single runs does not hide the floor.
     """
@@ -58,7 +59,9 @@ def floor(
 
 
 def mixed(model: Softmax, share: float) -> Softmax:
-    """Of every label's distribution a share is replaced by one that the model cannot represent; phi is the new optimum."""
+    """Of every label's distribution a share is replaced by one that the model cannot represent; phi is the new
+    optimum.
+    """
     angles = model.x.cumsum(-1).sin()
     other = torch.softmax(3 * torch.stack([angles[:, k % angles.shape[1]] for k in range(model.classes)], -1), -1)
     given = (1 - share) * model.truth + share * other
@@ -85,7 +88,9 @@ def fisher_of(model: Softmax) -> Tensor:
 
 
 def _constants(model: Softmax) -> Constants:
-    """Constants whose bound of the gradient is that of a softmax sample, sqrt(2) |x|, and whose curvature is |x|^2 / 2."""
+    """Constants whose bound of the gradient is that of a softmax sample, sqrt(2) |x|, and whose curvature is |x|^2 /
+    2.
+    """
     size = float(model.x.norm(dim=1).max())
     L, gradient = size**2 / 2, 2**0.5 * size
     return Constants(mu=1e-9 * L, L=L, R=gradient / (4 * L), C_1=gradient / 2, d_2=len(model.phi))

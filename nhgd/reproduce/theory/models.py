@@ -81,7 +81,9 @@ class WellSpecified(ABC):
         return self.phi / self.scale(v)
 
     def derivatives(self, v: Tensor, theta: Tensor, xi: Draws) -> tuple[Tensor, Tensor]:
-        """Of every sample the gradient in theta, (R, B, D), and the cross derivative, (R, B, D, d_1), by the chain rule."""
+        """Of every sample the gradient in theta, (R, B, D), and the cross derivative, (R, B, D, d_1), by the chain
+        rule.
+        """
         scale = self.scale(v)  # (R, D)
         phi = scale * theta
         scores, hessians = self.score(phi, xi), self.curvature(phi, xi)
@@ -270,8 +272,8 @@ class Softmax(_Regression):
 
     Attributes:
         classes: C; phi is (C - 1) rows of P coefficients.
-        given: the probability of each class at each row of the design, (n, C); None: the model's own. Others make the model
-            wrong.
+        given: the probability of each class at each row of the design, (n, C); None: the model's own. Others make the
+            model wrong.
     """
 
     name: ClassVar[str] = "softmax"

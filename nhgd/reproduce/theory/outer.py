@@ -95,8 +95,9 @@ def convergence(
 ) -> dict[str, Any]:
     """Both terms of the theorem, each where the other is small.
 
-    In T: K outer steps from a stationary point, so that what is met is the noise alone. In K: from v = 0, with the longest
-    inner loop; "above the noise" what the same samples give from the stationary point is subtracted. The step size is 1 / (4 L_v) with the curvature of Phi at both ends in place of the worst case's L_v.
+    In T: K outer steps from a stationary point, so that what is met is the noise alone. In K: from v = 0, with the
+    longest inner loop; "above the noise" what the same samples give from the stationary point is subtracted. The step
+    size is 1 / (4 L_v) with the curvature of Phi at both ends in place of the worst case's L_v.
     """
     outer = Outer(model)
     stationary, zero = outer.stationary(), torch.zeros(model.W.shape[1], dtype=torch.float64)

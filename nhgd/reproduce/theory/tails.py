@@ -37,8 +37,8 @@ def tails(
 def growth(errors: Tensor, seed: int = 0) -> dict[str, Any]:
     """The quantiles at 1 - delta, and the power of sqrt(log(1 / delta)) with which they grow.
 
-    The bounds of the paper grow with the power 1 at most. The power is fitted in double logarithms; its interval comes from
-    resampled runs.
+    The bounds of the paper grow with the power 1 at most. The power is fitted in double logarithms; its interval comes
+    from resampled runs.
 
     >>> radii = (-torch.linspace(1, 0, 1001, dtype=torch.float64)[:-1].log()).sqrt()
     >>> round(growth(radii)["power"], 1)

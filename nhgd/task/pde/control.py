@@ -59,10 +59,10 @@ class PDE(AbstractTask):
         inner: mean ( u_t - nu (u_xx + u_yy) - f )^2  +  mean u^2 on the sides  +  mean u^2 at t = 0
         outer: mean ( u - u_ref )^2,     u_ref = 16 x (1 - x) y (1 - y) sin(pi t),  on [0, 1]^2 x [0, 2]
 
-    theta is a network for u, v one for f, both with tanh. What is reported beside the network's own value of the objective
-    (objective_net) is the true one, from a solution of the equation with the learnt f: on the 11 x 11 x 201 grid of the
-    public reference code (true_objective_grid), the reading nearest to the paper's figures, and over the whole domain
-    (true_objective). u is linear in f, so both have a least value that no control can beat.
+    theta is a network for u, v one for f, both with tanh. What is reported beside the network's own value of the
+    objective (objective_net) is the true one, from a solution of the equation with the learnt f: on the 11 x 11 x 201
+    grid of the public reference code (true_objective_grid), the reading nearest to the paper's figures, and over the
+    whole domain (true_objective). u is linear in f, so both have a least value that no control can beat.
 
     Of nhgd the inverse is the exact Fisher matrix in residual space, observed once an outer step.
 
@@ -187,7 +187,9 @@ class PDE(AbstractTask):
         )
 
     def _pretrain(self, problem: Bilevel, points: tuple[Tensor, ...], seed: int) -> None:
-        """Bring theta to its start, in place. Runs of several methods in one process begin at the same, computed once."""
+        """Bring theta to its start, in place. Runs of several methods in one process begin at the same, computed
+        once.
+        """
         natural = self.inner == "natural"
         apart = replace(self, outer_lr=1.0, clip=1.0, hold=1.0, steps=1, inner_steps=1, natural_steps=1)
         key = (apart, seed, str(points[0].device), torch.get_num_threads())

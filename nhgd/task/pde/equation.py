@@ -2,8 +2,8 @@
 
     mean over the points of each condition of  residual^2,  the means added up
 
-Subclass `AbstractResidual` for an equation of your own: where its points are, what each condition demands there, and what
-the outer problem wants. `examples/pde_poisson.py` does so in a few dozen lines.
+Subclass `AbstractResidual` for an equation of your own: where its points are, what each condition demands there, and
+what the outer problem wants. `examples/pde_poisson.py` does so in a few dozen lines.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Control: TypeAlias = Any  # v, of the kind that was given: a module, a tensor or
 class AbstractResidual(ABC):
     """An equation with its conditions, for a state that is a `JetNet` and a control v of any kind.
 
-    The inner loss is a Gaussian log-likelihood of the residuals, so the exact Fisher matrix is the Gauss-Newton matrix, and
-    `FisherWindow(fisher="exact", records="sample", window=number of points)` solves with it in residual space. The
+    The inner loss is a Gaussian log-likelihood of the residuals, so the exact Fisher matrix is the Gauss-Newton matrix,
+    and `FisherWindow(fisher="exact", records="sample", window=number of points)` solves with it in residual space. The
     empirical one is of no use: it fades with the residuals.
 
     Attributes:

@@ -5,8 +5,8 @@ u is linear in the control, so the misfit is a quadratic form in the control's v
     u(x, y, t) = int_0^t f(s) g(x, t - s) g(y, t - s) ds
     g(x, tau)  = 1 - sum_{j >= 0} (-1)^j ( erfc((j + x) / r) + erfc((j + 1 - x) / r) ),      r = 2 sqrt(nu tau)
 
-where g is the heat flow of the constant 1 on the unit interval with zero ends, by reflection. A square factorises, so one
-dimension is enough; no series in sines has to resolve the thin layers at the sides.
+where g is the heat flow of the constant 1 on the unit interval with zero ends, by reflection. A square factorises, so
+one dimension is enough; no series in sines has to resolve the thin layers at the sides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Derivatives carried forward through a tanh network.
 
-A jet is the value of a function at a point with its first derivatives and a Laplacian. Through an affine map each part is
-multiplied by the same matrix, and through tanh
+A jet is the value of a function at a point with its first derivatives and a Laplacian. Through an affine map each part
+is multiplied by the same matrix, and through tanh
 
     a = tanh(z),   a_i = s z_i,   La = s Lz - 2 a s sum_i z_i^2,      s = 1 - a^2
 
