@@ -74,7 +74,8 @@ class NHGD(AbstractAlgorithm):
 
         cross="lagged"        mean_t (d2_{theta,v} l_t)^T x_{k-1}     inside the last inner steps, as many as one pass
                                                                       over the data has, along the x of the previous
-                                                                      outer step; its running mean if v is not determined
+                                                                      outer step; its running mean if v is not
+                                                                      determined
         cross="trajectory"    mean_t (d2_{theta,v} l_t)^T x_k         at each step's theta and batch once more
         cross="final"         (d2_{theta,v} l)^T x_k                  at the last theta, over `batches` fresh batches
 
