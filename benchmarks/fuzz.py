@@ -35,9 +35,9 @@ import torch
 
 import nhgd
 from benchmarks.environment import environment
+from nhgd.data.csv_file import labels, read_table
 from nhgd.data.features import Features
 from nhgd.data.idx import read_idx, read_images
-from nhgd.data.table import labels, read_table
 
 LIMIT = 20.0  # seconds for one try
 WARM = 50  # tries before memory is first looked at

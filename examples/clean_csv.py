@@ -17,8 +17,8 @@ import numpy as np
 from sklearn.datasets import load_breast_cancer
 
 import nhgd
+from nhgd.data.csv_file import labels, read_table
 from nhgd.data.features import Features
-from nhgd.data.table import labels, read_table
 
 
 def write_tables(folder, seed=0):

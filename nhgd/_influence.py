@@ -127,7 +127,7 @@ def influence(
     most = max(1, room // _largest_row(problem))
     train, queries = _Batches(problem, train_data, "train_data"), _Batches(problem, query_data, "query_data")
     with library_settings(), bar("influence", progress) as tick:
-        solver = _Solver(problem, method, train, most, seed, calls, tick)
+        solver = _LinearSystem(problem, method, train, most, seed, calls, tick)
         rows, losses, taken = [], [], 0
         for values, gradients in _blocks(problem, queries, max(1, room // problem.theta.numel), seed):
             calls.outer_gradients += len(values)
@@ -277,7 +277,7 @@ def _in_order(loader: DataLoader[Any]) -> bool:
     return sampler is None or not isinstance(sampler, RandomSampler)
 
 
-class _Solver:
+class _LinearSystem:
     """u -> H^{-1} u, with all that does not depend on u done once.
 
     Attributes:

@@ -19,9 +19,9 @@ import torch
 
 import nhgd
 from nhgd._memory import out_of_memory
+from nhgd.data.csv_file import CSVFile, read_table
 from nhgd.data.features import Features, UnseenCategoryWarning
 from nhgd.data.idx import read_idx, read_images
-from nhgd.data.table import Table, read_table
 from nhgd.errors import unknown
 from nhgd.task._labels import with_every_class
 from tests import idx_files
@@ -575,7 +575,7 @@ class Header(list):
 def test_a_wide_table_is_read_in_one_go():
     """Each column is found by its name at once: 10^5 of them took half an hour when each was searched for."""
     names = [f"c{i}" for i in range(1000)]
-    wide = Table(Path("t.csv"), Header(names), [["1"] * 1000, ["2"] * 1000])
+    wide = CSVFile(Path("t.csv"), Header(names), [["1"] * 1000, ["2"] * 1000])
     assert Features().fit(wide, names).transform(wide).tolist() == [[1.0] * 1000, [2.0] * 1000]
 
 

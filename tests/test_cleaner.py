@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 
 import nhgd
 from nhgd.cli._program import app
+from nhgd.data.csv_file import read_table
 from nhgd.data.features import Features
-from nhgd.data.table import read_table
 from nhgd.errors import InputError
 from nhgd.sklearn._inputs import numbers
 from nhgd.sklearn._noise import wrong_log_odds

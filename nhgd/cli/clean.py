@@ -16,8 +16,8 @@ from nhgd._path import check_folder, check_name
 from nhgd._results import folder
 from nhgd.cli._options import Device, Json, Seed, checked_seed, device_called
 from nhgd.cli._output import console, print_json, table
+from nhgd.data.csv_file import CSVFile, labels, missing, quoted, read_table, rows_called, separator_called
 from nhgd.data.features import Features
-from nhgd.data.table import Table, labels, missing, quoted, read_table, rows_called, separator_called
 from nhgd.errors import InputError, Problems
 
 ADDED = ("weight", "suspect", "suggested_label", "wrong_score")
@@ -123,7 +123,7 @@ def _fit(cleaner: Any, X: Any, y: list[str], given: dict[str, Any]) -> None:
         raise InputError(str(error).splitlines()[0]) from error
 
 
-def _write(path: Path, rows: Table, cleaner: Any, separator: str) -> None:
+def _write(path: Path, rows: CSVFile, cleaner: Any, separator: str) -> None:
     """Write every row in its order, with the findings."""
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, delimiter=separator)
@@ -136,7 +136,7 @@ def _write(path: Path, rows: Table, cleaner: Any, separator: str) -> None:
             writer.writerow([*cells, f"{shown:.6f}", suspect, better, f"{score:.9g}"])
 
 
-def _write_cleaned(path: Path, rows: Table, label: str, cleaner: Any, relabel: bool, separator: str) -> None:
+def _write_cleaned(path: Path, rows: CSVFile, label: str, cleaner: Any, relabel: bool, separator: str) -> None:
     """Write the trusted rows and, with `relabel`, the others with the suggested label."""
     place = rows.header.index(label)
     with open(path, "w", encoding="utf-8", newline="") as file:
@@ -180,11 +180,11 @@ def _names(text: str | None) -> set[str]:
     return {name.strip() for name in (text or "").split(",") if name.strip()}
 
 
-def _tables(train: Path, trusted: Path | None, separator: str, problems: Problems) -> tuple[Table, Table | None]:
+def _tables(train: Path, trusted: Path | None, separator: str, problems: Problems) -> tuple[CSVFile, CSVFile | None]:
     """Both files, with the rows that can be read; a file that cannot be is refused with all that is wrong with the
     other.
     """
-    found: list[Table | None] = []
+    found: list[CSVFile | None] = []
     for path in (train, trusted):
         found.append(None)
         if path is not None:
@@ -198,8 +198,8 @@ def _tables(train: Path, trusted: Path | None, separator: str, problems: Problem
 
 
 def _numbers(
-    rows: Table,
-    examples: Table | None,
+    rows: CSVFile,
+    examples: CSVFile | None,
     label: str,
     ignore: set[str],
     features: Features,
@@ -239,7 +239,7 @@ def _numbers(
     return features.transform(rows), y, given
 
 
-def _classes_of(rows: Table, y: list[str], label: str, alone: bool) -> Counter[str]:
+def _classes_of(rows: CSVFile, y: list[str], label: str, alone: bool) -> Counter[str]:
     """How many rows each class has; labels that are no classes are refused. `alone`: without trusted rows."""
     classes = Counter(y)
     if len(classes) == 1:
@@ -258,7 +258,7 @@ def _classes_of(rows: Table, y: list[str], label: str, alone: bool) -> Counter[s
     return classes
 
 
-def _trusted_labels(examples: Table, rows: Table, label: str, classes: Counter[str]) -> list[str]:
+def _trusted_labels(examples: CSVFile, rows: CSVFile, label: str, classes: Counter[str]) -> list[str]:
     """The labels of trusted rows, of which every class of the others needs two."""
     answers = _spelt_alike(labels(examples, label), classes)
     problems = Problems()
@@ -305,7 +305,7 @@ def _sentence(warning: Warning | str, no_trusted_set: type[Any]) -> str:
     return str(warning)
 
 
-def _tell(answer: dict[str, Any], rows: Table, label: str, cleaner: Any) -> None:
+def _tell(answer: dict[str, Any], rows: CSVFile, label: str, cleaner: Any) -> None:
     out = console()
     for sentence in answer["warnings"]:
         out.print(f"{sentence}\n")

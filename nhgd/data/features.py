@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nhgd.data.table import Table, and_more, missing, nothing, quoted, rows_called
+from nhgd.data.csv_file import CSVFile, and_more, missing, nothing, quoted, rows_called
 from nhgd.errors import InputError, Problems
 
 LARGEST = 1e100  # larger values have squares that overflow
@@ -53,7 +53,7 @@ class Features:
     medians: dict[str, float] = field(default_factory=dict)
     categories: dict[str, list[str]] = field(default_factory=dict)
 
-    def fit(self, table: Table, names: list[str]) -> Features:
+    def fit(self, table: CSVFile, names: list[str]) -> Features:
         """Decide the type of each named column."""
         self.names = names
         if not names:
@@ -71,7 +71,7 @@ class Features:
         problems.refuse()
         return self
 
-    def _decide(self, table: Table, name: str) -> None:
+    def _decide(self, table: CSVFile, name: str) -> None:
         known = [cell for cell in table.column(name) if not missing(cell)]
         if not known:
             if table.rows:
@@ -92,7 +92,7 @@ class Features:
             )
         self.categories[name] = found
 
-    def transform(self, table: Table) -> Array:
+    def transform(self, table: CSVFile) -> Array:
         """The rows of a table as numbers, (N, P)."""
         problems = Problems()
         # After a fit that failed, what is known of the columns can still be asked for.
@@ -117,7 +117,7 @@ class Features:
                 columns += [[float(cell.strip() == kind) for cell in cells] for kind in self.categories[name]]
         return np.array(columns, dtype=np.float64).T
 
-    def _check_numbers(self, table: Table, name: str) -> None:
+    def _check_numbers(self, table: CSVFile, name: str) -> None:
         """Refuse the cells of a numeric column that no number stands in, or one too large."""
         problems = Problems()
         wrong = [(row, cell) for row, cell in table.where(name, _unusable) if not missing(cell)]
@@ -139,7 +139,7 @@ class Features:
             )
         problems.refuse()
 
-    def _refuse_decimal_commas(self, table: Table, name: str, known: list[str]) -> None:
+    def _refuse_decimal_commas(self, table: CSVFile, name: str, known: list[str]) -> None:
         """Numbers with decimal commas would be taken for categories."""
         with_commas = [
             cell for cell in known if _number(cell) is None and _number(cell.replace(",", ".", 1)) is not None
@@ -150,7 +150,7 @@ class Features:
                 " with points as decimal marks, or pass --categorical if they are categories."
             )
 
-    def _warn_of_new(self, table: Table, name: str) -> None:
+    def _warn_of_new(self, table: CSVFile, name: str) -> None:
         known = set(self.categories[name])
         new = table.where(name, lambda cell: not missing(cell) and cell.strip() not in known)
         if new:
@@ -162,7 +162,7 @@ class Features:
                 stacklevel=3,
             )
 
-    def _check_missing(self, table: Table, names: list[str], problems: Problems) -> None:
+    def _check_missing(self, table: CSVFile, names: list[str], problems: Problems) -> None:
         """Note the missing cells of all columns together: where one column has some, others often do."""
         if self.impute:
             return

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nhgd._path import check_file
-from nhgd.data.table import and_more
+from nhgd.data.csv_file import and_more
 from nhgd.errors import InputError, Problems
 
 Array = np.ndarray[Any, Any]

@@ -13,7 +13,7 @@ import numpy as np
 
 from nhgd._path import check_file
 from nhgd._progress import Tick
-from nhgd.data.table import and_more
+from nhgd.data.csv_file import and_more
 from nhgd.errors import InputError, Problems
 
 Array = np.ndarray[Any, Any]

@@ -11,9 +11,9 @@ import numpy as np
 
 from nhgd._path import check_file
 from nhgd._progress import Tick
+from nhgd.data.csv_file import quoted
 from nhgd.data.image_archive import read_image_archive
 from nhgd.data.image_folder import read_image_folder
-from nhgd.data.table import quoted
 from nhgd.errors import InputError, Problems
 
 Array = np.ndarray[Any, Any]

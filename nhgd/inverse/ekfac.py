@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nhgd import _tape as tape
 from nhgd.errors import InputError
-from nhgd.inverse._learned.eigenbasis import Basis, Solver, decompositions
+from nhgd.inverse._learned.eigenbasis import Basis, Solve, decompositions
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.layer_ridge import LayerRidge, Uneven
@@ -116,12 +116,12 @@ class EKFAC(AbstractKronecker[EKFACState]):
     def _trace(self, state: EKFACState, layer: str) -> Tensor:
         return state.moments[layer].sum()
 
-    def _layer_solver(self, state: EKFACState, layer: str, extra: float) -> Solver:
+    def _layer_solver(self, state: EKFACState, layer: str, extra: float) -> Solve:
         return Basis(**state.bases[layer]).solver("EKFAC", layer, state.moments[layer], extra)
 
-    def _uneven_solver(self, state: EKFACState, layer: str, ridge: LayerRidge, notes: dict[str, Any]) -> Solver:
+    def _uneven_solver(self, state: EKFACState, layer: str, ridge: LayerRidge, notes: dict[str, Any]) -> Solve:
         basis, moments = Basis(**state.bases[layer]), state.moments[layer]
-        precondition: Solver | None = None
+        precondition: Solve | None = None
         if ridge.separable and ridge.is_wide and ridge.pays(self._iterations):
             new = ridge.basis(layer, *basis.factors(), basis)
             near = ridge.solver(new, ridge.diagonal(new, basis, moments))

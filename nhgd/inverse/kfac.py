@@ -14,7 +14,7 @@ from nhgd import _tape as tape
 from nhgd._validation import counted
 from nhgd.errors import InputError
 from nhgd.inverse._learned import together
-from nhgd.inverse._learned.eigenbasis import Basis, Solver, decomposed, decompositions, refreshed
+from nhgd.inverse._learned.eigenbasis import Basis, Solve, decomposed, decompositions, refreshed
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.layer_ridge import LayerRidge, Uneven
@@ -210,7 +210,7 @@ class KFAC(AbstractKronecker[KroneckerState]):
         known = {layer: extra for layer, extra in extras.items() if layer in state.bases and extra > 0}
         return together.stacked(state, known) if known else []
 
-    def _layer_solver(self, state: KroneckerState, layer: str, extra: float) -> Solver:
+    def _layer_solver(self, state: KroneckerState, layer: str, extra: float) -> Solve:
         if self.solver == "eigen":
             kept = state.bases.get(layer)
             if kept is None and extra > 0 and self._is_wide_on_a_gpu(state, layer):
@@ -235,7 +235,7 @@ class KFAC(AbstractKronecker[KroneckerState]):
         a, g = state.blocks_of(layer)
         return tape.repeatable() and a.is_cuda and max(a.shape[1], g.shape[1]) >= WIDE
 
-    def _uneven_solver(self, state: KroneckerState, layer: str, ridge: LayerRidge, notes: dict[str, Any]) -> Solver:
+    def _uneven_solver(self, state: KroneckerState, layer: str, ridge: LayerRidge, notes: dict[str, Any]) -> Solve:
         if self.solver == "products":
             return self._product_solver(state, layer, ridge.entries, bool((ridge.entries > 0).all()))
         a, g = state.factors(layer)
@@ -256,13 +256,13 @@ class KFAC(AbstractKronecker[KroneckerState]):
         else:
             system = Uneven(kept, kept.products(), ridge.entries)
 
-        def averaged() -> Solver:
+        def averaged() -> Solve:
             plain = decomposed(state, layer) if kept is None else kept
             return plain.solver("KFAC", layer, plain.products(), ridge.mean)
 
         return system.solver(averaged, self._iterations, notes)
 
-    def _product_solver(self, state: KroneckerState, layer: str, extra: float | Tensor, positive: bool) -> Solver:
+    def _product_solver(self, state: KroneckerState, layer: str, extra: float | Tensor, positive: bool) -> Solve:
         """Conjugate gradients on matrices, with the current factors."""
         if not positive:
             raise InputError(
@@ -275,7 +275,7 @@ class KFAC(AbstractKronecker[KroneckerState]):
     def is_due(self, observed: int) -> bool:
         return self.solver == "eigen" and super().is_due(observed)
 
-    def _factored_solver(self, layer: str, a: Tensor, g: Tensor, extra: float) -> Solver:
+    def _factored_solver(self, layer: str, a: Tensor, g: Tensor, extra: float) -> Solve:
         """b -> ((A + pi sqrt(extra) I) (x) (G + sqrt(extra) / pi I))^{-1} b for matrices b, (G, out, in)."""
         mean_a, mean_g = (factor.diagonal(dim1=1, dim2=2).mean(1) for factor in (a, g))
         both = (mean_a > 0) & (mean_g > 0)

@@ -15,7 +15,7 @@ from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.statistics import check_invertible
 from nhgd.record import Pool
 
-Solver: TypeAlias = Callable[[Tensor], Tensor]
+Solve: TypeAlias = Callable[[Tensor], Tensor]
 TOGETHER = 512  # rows of the largest factors that are decomposed in one call
 NEGLIGIBLE = 0.1  # of the added diagonal: smaller eigenvalues may count as 0, within a budget
 
@@ -45,7 +45,7 @@ class Basis(NamedTuple):
         """The eigenvalues g_i a_j of A (x) G, (G, out, in)."""
         return self.score_values[:, :, None] * self.input_values[:, None, :]
 
-    def solver(self, owner: str, layer: str, values: Tensor, extra: float) -> Solver:
+    def solver(self, owner: str, layer: str, values: Tensor, extra: float) -> Solve:
         """b -> (F + extra I)^{-1} b for matrices b, (G, out, in), where F has these eigenvalues, (G, out, in), in
         this basis.
         """
@@ -68,7 +68,7 @@ class Basis(NamedTuple):
         top = self.input_values.amax(1) * self.score_values.amax(1)
         return bool((top * torch.finfo(top.dtype).eps < 1e-2 * extra).all())
 
-    def dominant_solver(self, extra: float) -> Solver:
+    def dominant_solver(self, extra: float) -> Solve:
         """b -> (A (x) G + extra I)^{-1} b, (G, out, in), where eigenvalues g_i a_j far below `extra` count as 0.
 
             x = b / extra + sum over blocks of  Q_G [ (Q_G^T b Q_A) * (1 / (g a^T + extra) - 1 / extra) ] Q_A^T
@@ -238,7 +238,7 @@ def refreshed(state: KroneckerState, small: int) -> dict[str, dict[str, Tensor]]
     return {layer: kept | found[layer] for layer, kept in state.bases.items()}
 
 
-def block_solver(owner: str, name: str, block: Tensor, extra: Tensor) -> Solver:
+def block_solver(owner: str, name: str, block: Tensor, extra: Tensor) -> Solve:
     """b -> (F + diag(extra))^{-1} b for a parameter outside the layers, F dense, (n, n), or diagonal, (n,)."""
     lowest = extra.min()
     if block.ndim == 1:

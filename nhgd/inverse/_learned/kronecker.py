@@ -17,7 +17,7 @@ from nhgd.errors import InputError
 from nhgd.inverse._learned import together
 from nhgd.inverse._learned.damping import Damping, resolve_damping
 from nhgd.inverse._learned.effort import Effort
-from nhgd.inverse._learned.eigenbasis import Solver, block_solver
+from nhgd.inverse._learned.eigenbasis import Solve, block_solver
 from nhgd.inverse._learned.graph import Graphable
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.layer_ridge import ITERATIONS, LayerRidge
@@ -263,7 +263,7 @@ class AbstractKronecker(LayerMeans[T]):
         low, high = (shift, shift) if isinstance(shift, float) else (float(r) for r in shift.aminmax())
         damping = resolve_damping(self.damping, ridge, lambda: self.mean_diagonal(state))
         notes: dict[str, Any] = {"damping": damping} | statistics_note(state.batch_objective)
-        layers: dict[str, Solver] = {}
+        layers: dict[str, Solve] = {}
         even: dict[str, float] = {}
         for layer in state.inputs:
             own = low if isinstance(shift, float) or low == high else self._own_ridge(state, layer, shift, damping)
@@ -278,7 +278,7 @@ class AbstractKronecker(LayerMeans[T]):
         at_once = state.blocks and together.pays(next(iter(state.blocks.values())).device)
         if at_once and isinstance(shift, float) and shift + damping > 0:
             others = together.block_solvers(state.blocks, shift + damping)
-        blocks: dict[str, Solver] = {}
+        blocks: dict[str, Solve] = {}
         for name, block in state.blocks.items():
             notes.setdefault("others", {})[name] = "dense" if block.ndim == 2 else "diagonal"
             if others is not None:
@@ -337,11 +337,11 @@ class AbstractKronecker(LayerMeans[T]):
         return []
 
     @abstractmethod
-    def _layer_solver(self, state: T, layer: str, extra: float) -> Solver:
+    def _layer_solver(self, state: T, layer: str, extra: float) -> Solve:
         """b -> (F_layer + extra I)^{-1} b for matrices b, (G, out, in)."""
 
     @abstractmethod
-    def _uneven_solver(self, state: T, layer: str, ridge: LayerRidge, notes: dict[str, Any]) -> Solver:
+    def _uneven_solver(self, state: T, layer: str, ridge: LayerRidge, notes: dict[str, Any]) -> Solve:
         """b -> (F_layer + R)^{-1} b where ridge and damping R differ within the layer; how it went is noted at each
         solve.
         """

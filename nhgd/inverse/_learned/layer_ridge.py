@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nhgd.inverse._learned.eigenbasis import Basis, Solver, eigenvalues
+from nhgd.inverse._learned.eigenbasis import Basis, Solve, eigenvalues
 
 ITERATIONS = 50  # of conjugate gradients at most
 RANGE = 1e3  # between the entries of a ridge: above it, conjugate gradients need its scale in the preconditioner
@@ -125,7 +125,7 @@ class LayerRidge:
         r_g = (old.score_vectors.mT * (self.level * self.rows).rsqrt().mT) @ basis.score_vectors
         return r_g.square().mT @ values @ r_a.square()
 
-    def solver(self, basis: Basis, values: Tensor) -> Solver:
+    def solver(self, basis: Basis, values: Tensor) -> Solve:
         """b -> (F + R)^{-1} b for matrices b, (G, out, in), where S F S has these values in its `basis`, and R is
         separable.
 
@@ -171,20 +171,20 @@ class Uneven:
     values: Tensor
     entries: Tensor
     scale: Tensor | None = None
-    precondition: Solver | None = None
+    precondition: Solve | None = None
 
     def product(self, y: Tensor) -> Tensor:
         """(F + R) y, in the basis."""
         return self.values * y + self.basis.rotate(self.entries * self.basis.back(y))
 
-    def blended(self) -> Solver:
+    def blended(self) -> Solve:
         """M^{-1} as above."""
         ridge = _floored(self.entries)
         rho = ridge.log().mean((1, 2), keepdim=True).exp()
         flat, steep = rho / (self.values + rho), self.values / (self.values + rho).square()
         return lambda y: flat * self.basis.rotate(self.basis.back(flat * y) / ridge) + steep * y
 
-    def solver(self, averaged: Callable[[], Solver], iterations: int, notes: dict[str, Any]) -> Solver:
+    def solver(self, averaged: Callable[[], Solve], iterations: int, notes: dict[str, Any]) -> Solve:
         """b -> x, (G, out, in). Without convergence, x is at least as good as the averaged ridge's.
 
         Nearer is meant in the norm of the matrix that is solved, and of multiples of `averaged` the best is taken.
@@ -205,7 +205,7 @@ class Uneven:
 
         return solve
 
-    def _conjugate(self, b: Tensor, precondition: Solver, iterations: int) -> tuple[Tensor, float, int]:
+    def _conjugate(self, b: Tensor, precondition: Solve, iterations: int) -> tuple[Tensor, float, int]:
         """x, its relative residual and the iterations taken. Each group has step lengths of its own."""
         r = self._into(b)
         y, size, taken = torch.zeros_like(r), float(b.norm()), 0

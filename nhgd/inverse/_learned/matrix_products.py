@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from nhgd import _tape as tape
-from nhgd.inverse._learned.eigenbasis import Solver
+from nhgd.inverse._learned.eigenbasis import Solve
 from nhgd.inverse._learned.layer_ridge import tolerance
 
 
-def matrix_solver(a: Tensor, g: Tensor, extra: float | Tensor, iterations: int) -> Solver:
+def matrix_solver(a: Tensor, g: Tensor, extra: float | Tensor, iterations: int) -> Solve:
     """b -> x close to (A (x) G + extra)^{-1} b for matrices b, (G, out, in), by conjugate gradients.
 
         X -> G X A + extra * X,        preconditioned by its diagonal  g_ii a_jj + extra

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nhgd import _tape as tape
 from nhgd.inverse._learned import eigenbasis
-from nhgd.inverse._learned.eigenbasis import Basis, Solver, eigenvalues, scores_first, staircase
+from nhgd.inverse._learned.eigenbasis import Basis, Solve, eigenvalues, scores_first, staircase
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 
 SHARES = (1 / 256, 1 / 64, 1 / 16, 1 / 4)  # of all pairs of eigenvectors: blocks that need about as many are stacked
@@ -30,7 +30,7 @@ class Stack(NamedTuple):
     """Layers of one shape, and b -> x for their gradients, (N, out, in), one layer after the other."""
 
     layers: list[str]
-    solve: Solver
+    solve: Solve
 
 
 class _Pairs(NamedTuple):
@@ -81,7 +81,7 @@ def _matched(values: Tensor, sizes: Tensor) -> Tensor:
     return values * torch.where(had > 0, sizes / had, 1.0)[:, None]
 
 
-def _solver(pairs: _Pairs, counts: Tensor) -> Solver:
+def _solver(pairs: _Pairs, counts: Tensor) -> Solve:
     out, into = pairs.of_scores.shape[1], pairs.of_inputs.shape[1]
     rows, enough = counts[:, :-1], counts[:, -1].bool()
     kinds = torch.bucketize(rows.sum(1) / (out * into), torch.tensor(SHARES)).masked_fill(~enough, -1)

@@ -18,7 +18,7 @@ SHOWN = 3  # rows or cells that a sentence about many names
 
 
 @dataclass(frozen=True)
-class Table:
+class CSVFile:
     """A header and rows of text, as in the file. Row 1 is the first below the header.
 
     Attributes:
@@ -60,7 +60,7 @@ def separator_called(text: str) -> str:
     return found
 
 
-def read_table(path: Path, separator: str = ",", problems: Problems | None = None) -> Table:
+def read_table(path: Path, separator: str = ",", problems: Problems | None = None) -> CSVFile:
     """Read a CSV file with a header, and refuse one that is empty or ragged, naming the rows.
 
     Args:
@@ -89,10 +89,10 @@ def read_table(path: Path, separator: str = ",", problems: Problems | None = Non
         )
     if problems is None:
         found.refuse()
-        return Table(path, header, rows)
+        return CSVFile(path, header, rows)
     problems.sentences += found.sentences
     fitting = [(number, row) for number, row in enumerate(rows, start=1) if len(row) == len(header)]
-    return Table(path, header, [row for _, row in fitting], [number for number, _ in fitting])
+    return CSVFile(path, header, [row for _, row in fitting], [number for number, _ in fitting])
 
 
 def _lines(path: Path, separator: str) -> list[list[str]]:
@@ -154,7 +154,7 @@ def missing(cell: str) -> bool:
     return cell.strip().lower() in MISSING
 
 
-def labels(table: Table, name: str) -> list[str]:
+def labels(table: CSVFile, name: str) -> list[str]:
     """The labels of a column; a missing one is an error."""
     cells = [cell.strip() for cell in table.column(name)]
     unlabelled = table.where(name, missing)
