@@ -557,7 +557,7 @@ def test_an_error_of_the_outer_function_itself_passes_through():
     problem, inner, outer = catalogue.mlp_module()
     solver = nhgd.Solver(problem, [inner], [outer], method=NHGD(KFAC()), inner_steps=3, execution="thread")
 
-    def broken(batch):
+    def broken(batch, *leaves):
         raise KeyError("mine")
 
     problem.outer_value = broken

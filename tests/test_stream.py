@@ -315,9 +315,9 @@ def test_all_is_launched_when_the_outer_gradient_is_taken(card, inner_steps):
     solver = nhgd.Solver(problem, [inner], [outer], method=NHGD(LITERAL), inner_steps=inner_steps, execution=executor)
     value, seen = problem.outer_value, []
 
-    def noted(batch: Any) -> Any:
+    def noted(batch: Any, *leaves: Any) -> Any:
         seen.append((len(executor._gathered), sum(launched.records for launched in executor.queue.launched)))
-        return value(batch)
+        return value(batch, *leaves)
 
     problem.outer_value = noted  # type: ignore[method-assign]
     solver.step()
