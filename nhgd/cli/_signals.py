@@ -51,12 +51,17 @@ class Asked:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """A signal that would end the process without a word raises `Stopped` inside; one that is ignored stays so."""
+    """A signal that would end the process raises `Stopped` inside; one that is ignored stays so.
+
+    Ctrl-C does too: where a plain KeyboardInterrupt leaves code that was compiled from a string, as dataclasses are,
+    Python ends the process by SIGINT even if it is caught further up, and the exit code would be lost.
+    """
 
     def stop(number: int, frame: Any) -> None:
         raise Stopped(number)
 
-    with _handled([number for number in ENDING if _now(number) is signal.SIG_DFL], stop):
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    with _handled([number for number in ENDING if _now(number) in usual], stop):
         yield
 
 
