@@ -251,6 +251,7 @@ def tell(answer: dict[str, Any]) -> None:
     error = (accuracy * (1 - accuracy) / tests) ** 0.5
     out.print(
         f"\n{tests} test images determine an accuracy to about {error:.3f}; another --seed splits them differently."
+        " It is of a classifier trained anew on what each method believes; the report has that of the runs' own models."
     )
     out.print(f"\nPicture: {answer['picture']}   (all in {answer['seconds']:.0f} s)")
     out.print(f"Report:  {answer['report']}\n")
