@@ -28,11 +28,20 @@ def matrix_solver(a: Tensor, g: Tensor, extra: float | Tensor, iterations: int) 
     shift = shift.to(a.dtype) if isinstance(shift, Tensor) else shift
     diagonal = g.diagonal(dim1=1, dim2=2)[:, :, None] * a.diagonal(dim1=1, dim2=2)[:, None] + shift
 
+    return conjugate(a, g, shift, lambda r: r / diagonal, iterations, tolerance(a.dtype))
+
+
+def conjugate(a: Tensor, g: Tensor, shift: float | Tensor, near: Solve, iterations: int, tol: float = 0.0) -> Solve:
+    """b -> (A (x) G + shift)^{-1} b for matrices b, (G, out, in), by iterations that `near` preconditions.
+
+    They change nothing once the relative residual is at most `tol`.
+    """
+
     def solve(b: Tensor) -> Tensor:
         x, r = torch.zeros_like(b), b
-        z = r / diagonal
+        z = near(r)
         p, rz = z, _dot(r, z)
-        enough = tolerance(b.dtype) ** 2 * _dot(b, b)
+        enough = tol**2 * _dot(b, b)
         for last in range(iterations - 1, -1, -1):
             hp = g @ p @ a + shift * p
             curvature = _dot(p, hp)
@@ -41,7 +50,7 @@ def matrix_solver(a: Tensor, g: Tensor, extra: float | Tensor, iterations: int) 
             x = x.addcmul(alpha, p)
             if last:
                 r = r.addcmul(alpha, hp, value=-1)
-                z = r / diagonal
+                z = near(r)
                 old, rz = rz, _dot(r, z)
                 p = z.addcmul(torch.where(old > 0, rz / old, 0.0), p)
         return x

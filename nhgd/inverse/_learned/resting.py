@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from nhgd.inverse._learned.kronecker_state import KroneckerState
+from nhgd.inverse._learned.matrix_products import conjugate
 
 T = TypeVar("T", bound=KroneckerState)
 POLISH = 4  # products with the factors in a solve with eigenvectors of few digits
@@ -84,26 +85,4 @@ def polished(
     Eigenvectors of few digits mix the largest eigenvalues into the smallest, by which a solve divides: alone they may
     be wrong by more than the solution. Each product with the factors, X -> G X A + extra X, takes most of that away.
     """
-
-    def solve(b: Tensor) -> Tensor:
-        x, r = torch.zeros_like(b), b
-        z = near(r)
-        p, rz = z, _dot(r, z)
-        for last in range(iterations - 1, -1, -1):
-            hp = g @ p @ a + extra * p
-            curvature = _dot(p, hp)
-            alpha = torch.where(curvature > 0, rz / curvature, 0.0)
-            x = x.addcmul(alpha, p)
-            if last:
-                r = r.addcmul(alpha, hp, value=-1)
-                z = near(r)
-                old, rz = rz, _dot(r, z)
-                p = z.addcmul(torch.where(old > 0, rz / old, 0.0), p)
-        return x
-
-    return solve
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Of each group, (G, 1, 1)."""
-    return (a * b).sum((1, 2), keepdim=True)
+    return conjugate(a, g, extra, near, iterations)
