@@ -24,41 +24,15 @@ from contextlib import suppress
 from pathlib import Path
 
 DATA = {"cleaning": "mnist", "distillation-5": "fashion-mnist", "distillation-100": "fashion-mnist"}
-SHORT = [
-    "--search",
-    "1s",
-    "--budget",
-    "3s",
-    "--own",
-    "10s",
-    "--seeds",
-    "5",
-    "--longest",
-    "25s",
-    "--jobs",
-    "4",
-    "--beside",
-    "12",
-]
-LONG = [
-    "--search",
-    "2.5s",
-    "--budget",
-    "12s",
-    "--own",
-    "40s",
-    "--seeds",
-    "3",
-    "--longest",
-    "25s",
-    "--jobs",
-    "4",
-    "--beside",
-    "12",
-]
+BOTH = {"longest": "25s", "jobs": "4", "beside": "12"}
+SHORT = {"search": "1s", "budget": "3s", "own": "10s", "seeds": "5"} | BOTH
+LONG = {"search": "2.5s", "budget": "12s", "own": "40s", "seeds": "3"} | BOTH
 MARGIN = 10.0  # seconds for the runs that have begun, and for writing
 # What `python -m nhgd.reproduce` is given.
-EXPERIMENTS: dict[str, list[str]] = {**dict.fromkeys(DATA, SHORT), "pde": LONG}
+EXPERIMENTS: dict[str, list[str]] = {
+    name: [word for option, value in options.items() for word in (f"--{option}", value)]
+    for name, options in {**dict.fromkeys(DATA, SHORT), "pde": LONG}.items()
+}
 
 
 def main() -> int:

@@ -56,17 +56,17 @@ def measured(device: torch.device) -> dict[str, Any]:
         (1569, 128, 1569),
     ):
         a, b = matrix(m, k), matrix(k, n)
-        products[f"{m} x {k} x {n}"] = least(lambda a=a, b=b: a @ b, device) / (m * k * n)  # type: ignore[misc]
+        products[f"{m} x {k} x {n}"] = least(lambda a=a, b=b: a @ b, device) / (m * k * n)  # type: ignore[misc]  # a lambda with defaults
     eigh, cholesky = {}, {}
     for n in (64, 145, 256, 513, 785, 1569):
         a = matrix(2 * n, n)
         a = a.T @ a / n
-        eigh[str(n)] = least(lambda a=a: torch.linalg.eigh(a), device, 3)  # type: ignore[misc]
-        cholesky[str(n)] = least(lambda a=a: torch.linalg.cholesky_ex(a), device, 3)  # type: ignore[misc]
+        eigh[str(n)] = least(lambda a=a: torch.linalg.eigh(a), device, 3)  # type: ignore[misc]  # a lambda with defaults
+        cholesky[str(n)] = least(lambda a=a: torch.linalg.cholesky_ex(a), device, 3)  # type: ignore[misc]  # a lambda with defaults
     numbers = {}
     for n in (2**16, 2**20, 2**22, 2**24):
         a, b = matrix(n), matrix(n)
-        numbers[str(n)] = least(lambda a=a, b=b: a.lerp(b, 0.1), device) / (3 * n)  # type: ignore[misc]
+        numbers[str(n)] = least(lambda a=a, b=b: a.lerp(b, 0.1), device) / (3 * n)  # type: ignore[misc]  # a lambda with defaults
     one = matrix(1)
     return {
         "seconds_a_multiplication": products,

@@ -73,6 +73,7 @@ class Torch:
         return gradient.numpy()
 
     def hypergradient(self) -> Any:
+        """Each library's own."""
         raise NotImplementedError
 
     def at(self, theta: Any, v: Any) -> Any:
