@@ -10,6 +10,7 @@ from torch import nn
 import nhgd
 from nhgd.algorithm import AID, NHGD
 from nhgd.data.padding import Padded
+from nhgd.data.stream import BatchStream
 from nhgd.inverse import EKFAC, KFAC, FisherDiagonal
 from nhgd.loop.mover import Mover
 from nhgd.objective import Objective, OracleCalls
@@ -74,6 +75,17 @@ def test_a_batch_that_is_filled_up_has_the_objective_of_its_samples(inner, count
         objective.gradient(counted)
     assert calls[0].samples == calls[1].samples == count
     assert filled.passes == 1
+
+
+def test_a_batch_that_is_filled_up_lies_where_its_data_do():
+    data = nhgd.Data(torch.zeros(45, 4), batch=16)
+    data.tensors = tuple(t.to("meta") for t in data.tensors)  # another device than that of indices, as a GPU is one
+    data._index = data._index.to("meta")
+    stream = BatchStream(data, "inner_data", torch.device("meta"))
+    stream.pads = True
+    batches = [stream.next() for _ in range(3)]
+    assert all(isinstance(batch, Padded) for batch in batches)
+    assert {t.device.type for batch in batches for t in (*batch, batch.share)} == {"meta"}
 
 
 @pytest.mark.parametrize(

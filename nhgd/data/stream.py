@@ -134,7 +134,7 @@ class BatchStream:
         if len(index) > self.source.batch:
             last = self._last
             samples = len(last.samples) if isinstance(last, _Drawn) else self.source.batch
-            return Padded.of(self.gathered(index[:-1]), index[-1], samples)
+            return Padded.of(self.gathered(index[:-1]), index[-1].to(self.device), samples)
         at = {device: index.to(device) for device in {t.device for t in self.source.columns}}
         columns = [gathered_rows(t, at[t.device]) for t in self.source.tensors]
         return (*columns, at[self.source.columns[-1].device])  # the index of a sample is itself
