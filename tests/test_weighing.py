@@ -538,17 +538,35 @@ def test_batches_are_drawn_only_where_they_are_used():
 
 
 def test_a_cross_derivative_of_an_inner_step_is_no_gradient_of_its_own():
-    """Four inner steps an outer one. The first outer step has no x before it, and passes over their batches again."""
+    """Four inner steps an outer one. The first outer step has no x before it, and passes over the last batch again."""
     _, running = drawn("lagged", NHGD(KFAC(damping=None, overhead=None), cross="lagged"))
     rows = [(row["inner_gradients"], row["cross"], row["hvps"]) for row in running.history]
-    assert rows == [(8, 4, 0), (12, 6, 0), (16, 8, 0)]  # later, three products of a layer are one gradient's worth
-    assert running.history[-1]["samples"] == 16 * 2
+    assert rows == [(5, 1, 0), (9, 3, 0), (13, 5, 0)]  # later, three products of a layer are one gradient's worth
+    assert running.history[-1]["samples"] == 13 * 2
     method = NHGD(FisherDense(records="raw", form="inverse"), cross="lagged")
     for batches, lagged in ((1, 1), (3, 3), (9, 4)):  # the last steps, as many as a pass over the data has
         running = stepped(catalogue.plain_tensor, method, 2, inner_steps=4, batches=batches)[2]
-        assert running.history[-1]["cross"] == 2 * lagged
+        assert running.history[-1]["cross"] == 1 + lagged
         # A pass in forward mode counts as a gradient.
-        assert running.history[-1]["inner_gradients"] == 2 * (4 + lagged)
+        assert running.history[-1]["inner_gradients"] == 2 * 4 + 1 + lagged
+
+
+def test_the_first_outer_step_takes_the_cross_derivative_of_its_last_batch():
+    inverse = FisherDense(form="matrix", update="average", warm="accumulate", damping=None)
+    _, running = drawn("lagged", NHGD(inverse, cross="lagged"), steps=1)
+    problem, (x, y, i), outer = catalogue.mlp_module()
+    theta, v, observed = oracles.theta_of(problem), oracles.v_of(problem), []
+    batch = (x, y, i)
+    for k in range(4):
+        batch = (x[i % 5 == k], y[i % 5 == k], i[i % 5 == k])
+        oracles.assign(problem.theta.given, theta)
+        observed.append(oracles.fisher(problem, batch))
+        theta = theta - 0.1 * oracles.gradient(problem, batch, theta, v)
+    oracles.assign(problem.theta.given, theta)
+    A = torch.stack(observed).mean(0) + oracles.ridge_hessian(problem)
+    in_theta, in_v = outer_gradients(problem, outer, theta, v)
+    v = v - 0.01 * (in_v - oracles.cross(problem, batch, theta, v).T @ torch.linalg.solve(A, in_theta))
+    torch.testing.assert_close(oracles.v_of(running.problem), v, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("method", [NHGD(inner="natural"), NHGD(Refined(KFAC(), steps=3)), NHGD(KFAC(fisher="exact"))])
@@ -565,7 +583,7 @@ def test_a_closure_of_the_optimiser_takes_it_once():
         return torch.optim.LBFGS(leaves, lr=0.1, max_iter=3)
 
     *_, running = stepped(catalogue.mlp_module, NHGD(), 2, inner_lr=None, inner_optimizer=lbfgs, batches=3)
-    assert running.history[-1]["cross"] == 3 + 1
+    assert running.history[-1]["cross"] == 1 + 1
 
 
 def test_autocast_recognises_it_too():

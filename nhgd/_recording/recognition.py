@@ -13,7 +13,7 @@ from torch import Tensor
 from nhgd._randomness import generators_restored
 from nhgd._recording.lagged_cross import LaggedCross
 from nhgd._recording.weighing import Weighing
-from nhgd.data.batch import Batch
+from nhgd.losses import Losses
 from nhgd.objective import Objective
 from nhgd.problem import Bilevel
 
@@ -53,18 +53,24 @@ def recognise(weighing: Weighing, objective: Objective, in_step: bool) -> Recogn
     with generators_restored(theta.device), weighing.problem.guarded(seed=0), torch.enable_grad():
         with theta.nearby():
             try:
-                strange = not bool(torch.isfinite(weighing.problem.losses(objective.batch).values).all())
+                losses = _losses(objective)
+                strange = not bool(torch.isfinite(losses.values).all())
             except Exception:  # the user's function may not know such a place
                 strange = True
             if not objective.anywhere(strange):
-                return _compared(weighing, objective, in_step)
-        return _compared(weighing, objective, in_step)
+                return _compared(weighing, objective, losses, in_step)
+        return _compared(weighing, objective, _losses(objective), in_step)
 
 
-def _compared(weighing: Weighing, objective: Objective, in_step: bool) -> Recognition:
+def _losses(objective: Objective) -> Losses:
+    with objective.drawing():
+        return objective.problem.losses(objective.batch)
+
+
+def _compared(weighing: Weighing, objective: Objective, losses: Losses, in_step: bool) -> Recognition:
     """Compare the cross derivative along a random vector with that from the gradient's graph."""
     theta = weighing.problem.theta
-    role = _role(weighing, objective)
+    role = _role(weighing, objective, losses)
     if role == "other":
         return Recognition(role, note="v enters the losses of the samples, or their weights depend on theta")
     if role == "none":
@@ -86,15 +92,13 @@ def _compared(weighing: Weighing, objective: Objective, in_step: bool) -> Recogn
     size = _norm(true)
     difference = _norm([a - b for a, b in zip(found, true, strict=True)])
     difference = difference / size if size else difference
-    if not difference <= _tolerance(weighing.problem, objective.batch):
+    if not difference <= _tolerance(weighing.problem, losses):
         note = f"without it, the cross derivative differs by {difference:.2g} of its length"
         return Recognition("other", source, difference, note)
     return Recognition(role, source, difference)
 
 
-def _role(weighing: Weighing, objective: Objective) -> Role:
-    with objective.drawing():
-        losses = weighing.problem.losses(objective.batch)
+def _role(weighing: Weighing, objective: Objective, losses: Losses) -> Role:
     holds = weighing.holds(losses)
     weighs = losses.weights is not None and weighing.reaches_v(losses.weights)
     if objective.anywhere(not holds):
@@ -105,13 +109,11 @@ def _role(weighing: Weighing, objective: Objective) -> Role:
     return "ridge" if any(isinstance(c, Tensor) and weighing.reaches_v(c) for c in coefficients) else "none"
 
 
-def _tolerance(problem: Bilevel, batch: Batch) -> float:
+def _tolerance(problem: Bilevel, losses: Losses) -> float:
     """Far above rounding, and far below any difference that another formula makes."""
     dtypes = {leaf.dtype for leaf in problem.theta.leaves}
-    with torch.no_grad():
-        outputs = problem.losses(batch).outputs
-    if outputs is not None and outputs.is_floating_point():
-        dtypes.add(outputs.dtype)  # autocast
+    if losses.outputs is not None and losses.outputs.is_floating_point():
+        dtypes.add(losses.outputs.dtype)  # autocast
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     return 1e-6 if eps < 1e-10 else max(1e-3, 8 * eps)
 

@@ -86,7 +86,7 @@ class NHGD(AbstractAlgorithm):
 
     The first outer step detects this, and verifies it along a random vector against the derivative of the gradient's
     graph; "final" and "trajectory" then need no such graph either. The run's stats["cross"] report the result. The
-    first outer step has no previous x: it uses its own, at the last theta over the same batches.
+    first outer step has no previous x: it uses its own, at the last theta over the last of these batches.
 
     With damping="auto" both derivatives of f are means over several outer batches, if the outer samples determine v:
     one, and one more for every ten inner steps, up to a pass over the outer data.
@@ -219,8 +219,6 @@ class NHGD(AbstractAlgorithm):
             losses.append(self._inner(loop, state, visits, lagged if t in crossing else None))
         recognition = self._recognised(loop, state.recognition)
         way = self._way(loop, recognition)
-        recent = list(loop.recent)
-        visited = [recent[t - steps] for t in crossing if steps - t <= len(recent)]
         # If neither the cross derivative nor the solve needs a batch, the last one serves for diagnosis.
         needed = way == "final" or not isinstance(inverse, Learned) or self.observe == "end"
         batches = loop.inner_batches(self.batches) if needed else [loop.recent[-1]]
@@ -234,7 +232,7 @@ class NHGD(AbstractAlgorithm):
                 return lambda x: lagged.mean(loop.division.summed)
             if way == "trajectory":
                 return partial(trajectory_cross, loop, visits, plain)
-            return loop.plain_cross(loop.oracle(visited) if way == "lagged" else at)
+            return loop.plain_cross(loop.oracle([loop.recent[-1]]) if way == "lagged" else at)
 
         # Products of the solve leave the graph of a gradient behind, from which a cross derivative is cheaper than a
         # pass.
