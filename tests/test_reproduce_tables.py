@@ -305,9 +305,7 @@ def test_algorithm_2_gives_the_serial_result_and_says_what_it_took(monkeypatch):
     from nhgd.reproduce import parallel as experiment
 
     monkeypatch.setattr(experiment, "ROUNDS", 1)
-    monkeypatch.setattr(
-        experiment, "_in_two_processes", lambda *args: experiment._taken(*args[:2], "cpu", *args[2:], "thread")
-    )
+    monkeypatch.setattr(experiment, "_in_two_processes", lambda *args: experiment._taken(*args, "thread"))
     found = experiment.parallel(True, None, "cpu", steps=2)
     rows = {row["execution"]: row for row in found["rows"]}
     assert set(rows) == {"inline", "thread", "distributed"}

@@ -61,10 +61,10 @@ def parallel(
         ways += ["stream", "device:cpu", *(["device:cuda:1"] if torch.cuda.device_count() > 1 else [])]
     found: dict[str, dict[str, Any]] = {}
     for nth in range(ROUNDS):  # in turns, so that noise affects all equally
-        for name in [*ways, *(["distributed"] if here == "cpu" else [])]:
+        for name in [*ways, "distributed"]:
             say(f"{name}, {nth + 1} of {ROUNDS}")
             if name == "distributed":
-                row = _in_two_processes(task, data, seed, count)
+                row = _in_two_processes(task, data, here, seed, count)
             else:
                 with limited(1 if here == "cpu" else torch.get_num_threads()):
                     row = _taken(task, data, here, seed, count, name)
@@ -158,13 +158,16 @@ def _taken(
         }
 
 
-def _in_two_processes(task: Cleaning, data: Path | None, seed: int, steps: int) -> dict[str, Any]:
-    """The same with curvature in a process of its own: rank 0 takes inner steps, rank 1 keeps the inverse."""
+def _in_two_processes(task: Cleaning, data: Path | None, device: str, seed: int, steps: int) -> dict[str, Any]:
+    """The same with curvature in a process of its own: rank 0 takes inner steps, rank 1 keeps the inverse.
+
+    A single GPU is shared by both, and messages between them pass through the host.
+    """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="nhgd-") as folder:
         answers, sender = context.Pipe(duplex=False)
         processes = [
-            context.Process(target=_work, args=(rank, folder, sender, task, data, seed, steps), daemon=True)
+            context.Process(target=_work, args=(rank, folder, sender, task, data, device, seed, steps), daemon=True)
             for rank in range(2)
         ]
         try:
@@ -188,13 +191,15 @@ def _in_two_processes(task: Cleaning, data: Path | None, seed: int, steps: int) 
     return {**answer, "v": torch.tensor(answer["v"], dtype=torch.float64)}
 
 
-def _work(rank: int, folder: str, sender: Any, task: Cleaning, data: Path | None, seed: int, steps: int) -> None:
+def _work(
+    rank: int, folder: str, sender: Any, task: Cleaning, data: Path | None, device: str, seed: int, steps: int
+) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-        found = _taken(task, data, "cpu", seed, steps, Distributed(timeout=LIMIT))
+        found = _taken(task, data, device, seed, steps, Distributed(timeout=LIMIT))
         if rank == 0:
             sender.send(found | {"v": found["v"].tolist()})
     except BaseException as error:  # whatever it is, the first process is to say so
