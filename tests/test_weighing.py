@@ -420,13 +420,13 @@ def by_hand(
     outer_lr: float = 0.1,
 ) -> Any:
     """NHGD whose cross derivative runs along the x of the outer step before, over the inner steps of one pass; the first
-    one is taken at the end.
+    two are taken at the end.
     """
     problem, inner, outer = make()
     theta, v = oracles.theta_of(problem), oracles.v_of(problem)
     observed: list[Tensor] = []
     x = None
-    for _ in range(outer_steps):
+    for k in range(outer_steps):
         along = []
         for _ in range(inner_steps):
             oracles.assign(problem.theta.given, theta)
@@ -444,7 +444,7 @@ def by_hand(
         in_v = outer_gradients(problem, outer, theta, v)[1]
         pulled = (
             oracles.cross(problem, inner, theta, v).T @ x
-            if last is None
+            if k < 2 or last is None
             else torch.stack(along[-batches:]).mean(0).T @ last
         )
         v = v - outer_lr * (in_v - pulled)
@@ -460,7 +460,7 @@ LAYERED = [zero_weights, catalogue.mlp_module, catalogue.conv_net, weights_and_r
     [*((make, cross) for make in LAYERED for cross in ("auto", "lagged")), (catalogue.plain_tensor, "lagged")],
 )
 def test_lagged_outer_steps_by_hand(make, cross):
-    for steps, batches in ((1, 1), (2, 1), (4, 2), (2, 5)):
+    for steps, batches in ((1, 1), (3, 1), (4, 2), (3, 5)):
         inverse = FisherDense(form="matrix", update="average", warm="accumulate", damping=None)
         box = BOX if make is zero_weights else None
         v, theta, running = stepped(make, NHGD(inverse, cross=cross), steps, batches=batches, project_v=box)
@@ -538,34 +538,34 @@ def test_batches_are_drawn_only_where_they_are_used():
 
 
 def test_a_cross_derivative_of_an_inner_step_is_no_gradient_of_its_own():
-    """Four inner steps an outer one. The first outer step has no x before it, and passes over the last batch again."""
+    """Four inner steps an outer one. The first two outer steps have no x to use before them, and pass over the last batch again."""
     _, running = drawn("lagged", NHGD(KFAC(damping=None, overhead=None), cross="lagged"))
     rows = [(row["inner_gradients"], row["cross"], row["hvps"]) for row in running.history]
-    assert rows == [(5, 1, 0), (9, 3, 0), (13, 5, 0)]  # later, three products of a layer are one gradient's worth
-    assert running.history[-1]["samples"] == 13 * 2
+    assert rows == [(5, 1, 0), (10, 2, 0), (14, 4, 0)]  # later, three products of a layer are one gradient's worth
+    assert running.history[-1]["samples"] == 14 * 2
     method = NHGD(FisherDense(records="raw", form="inverse"), cross="lagged")
     for batches, lagged in ((1, 1), (3, 3), (9, 4)):  # the last steps, as many as a pass over the data has
-        running = stepped(catalogue.plain_tensor, method, 2, inner_steps=4, batches=batches)[2]
-        assert running.history[-1]["cross"] == 1 + lagged
+        running = stepped(catalogue.plain_tensor, method, 3, inner_steps=4, batches=batches)[2]
+        assert running.history[-1]["cross"] == 2 + lagged
         # A pass in forward mode counts as a gradient.
-        assert running.history[-1]["inner_gradients"] == 2 * 4 + 1 + lagged
+        assert running.history[-1]["inner_gradients"] == 3 * 4 + 2 + lagged
 
 
-def test_the_first_outer_step_takes_the_cross_derivative_of_its_last_batch():
+def test_the_first_outer_steps_take_the_cross_derivative_of_their_last_batch():
     inverse = FisherDense(form="matrix", update="average", warm="accumulate", damping=None)
-    _, running = drawn("lagged", NHGD(inverse, cross="lagged"), steps=1)
+    _, running = drawn("lagged", NHGD(inverse, cross="lagged"), steps=2)
     problem, (x, y, i), outer = catalogue.mlp_module()
     theta, v, observed = oracles.theta_of(problem), oracles.v_of(problem), []
-    batch = (x, y, i)
-    for k in range(4):
-        batch = (x[i % 5 == k], y[i % 5 == k], i[i % 5 == k])
-        oracles.assign(problem.theta.given, theta)
-        observed.append(oracles.fisher(problem, batch))
-        theta = theta - 0.1 * oracles.gradient(problem, batch, theta, v)
-    oracles.assign(problem.theta.given, theta)
-    A = torch.stack(observed).mean(0) + oracles.ridge_hessian(problem)
-    in_theta, in_v = outer_gradients(problem, outer, theta, v)
-    v = v - 0.01 * (in_v - oracles.cross(problem, batch, theta, v).T @ torch.linalg.solve(A, in_theta))
+    batches = [(x[i % 5 == k], y[i % 5 == k], i[i % 5 == k]) for k in range(5)]
+    for k in range(2):
+        for batch in [batches[(4 * k + t) % 5] for t in range(4)]:
+            oracles.assign(problem.theta.given, theta)
+            oracles.assign(problem.v.given, v)
+            observed.append(oracles.fisher(problem, batch))
+            theta = theta - 0.1 * oracles.gradient(problem, batch, theta, v)
+        A = torch.stack(observed).mean(0) + oracles.ridge_hessian(problem)
+        in_theta, in_v = outer_gradients(problem, outer, theta, v)
+        v = v - 0.01 * (in_v - oracles.cross(problem, batch, theta, v).T @ torch.linalg.solve(A, in_theta))
     torch.testing.assert_close(oracles.v_of(running.problem), v, rtol=1e-9, atol=1e-11)
 
 
@@ -582,8 +582,8 @@ def test_a_closure_of_the_optimiser_takes_it_once():
     def lbfgs(leaves: Any) -> Any:
         return torch.optim.LBFGS(leaves, lr=0.1, max_iter=3)
 
-    *_, running = stepped(catalogue.mlp_module, NHGD(), 2, inner_lr=None, inner_optimizer=lbfgs, batches=3)
-    assert running.history[-1]["cross"] == 1 + 1
+    *_, running = stepped(catalogue.mlp_module, NHGD(), 3, inner_lr=None, inner_optimizer=lbfgs, batches=3)
+    assert running.history[-1]["cross"] == 2 + 1
 
 
 def test_autocast_recognises_it_too():

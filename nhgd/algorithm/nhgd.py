@@ -31,6 +31,7 @@ from nhgd.oracle import Oracle
 from nhgd.problem import LARGE, Bilevel
 
 OUTER_SHARE = 10  # inner steps for each outer batch beyond the first
+UNSETTLED = 2  # outer steps whose x no later one uses: theta has hardly begun, and x is another after each inner loop
 CROSSES = 2  # inner steps of a large model that give the cross derivative, each a third of a pass
 Cross = Literal["auto", "lagged", "final", "trajectory"]
 Inner = Literal["optimizer", "natural"]
@@ -86,7 +87,8 @@ class NHGD(AbstractAlgorithm):
 
     The first outer step detects this, and verifies it along a random vector against the derivative of the gradient's
     graph; "final" and "trajectory" then need no such graph either. The run's stats["cross"] report the result. The
-    first outer step has no previous x: it uses its own, at the last theta over the last of these batches.
+    first outer step has no previous x, and the second one that of a theta which had hardly begun: both use their own,
+    at the last theta over the last of these batches.
 
     With damping="auto" both derivatives of f are means over several outer batches, if the outer samples determine v:
     one, and one more for every ten inner steps, up to a pass over the outer data.
@@ -201,9 +203,10 @@ class NHGD(AbstractAlgorithm):
         if self.curvature == "fresh":
             loop.executor.start(inverse, loop.problem.theta)
         lagged = None
-        if state.adjoint is not None and self._way(loop, state.recognition) == "lagged":
+        known = state.adjoint if loop.clock.k >= UNSETTLED else None
+        if known is not None and self._way(loop, state.recognition) == "lagged":
             average = None if state.horizon is None else state.horizon.average
-            lagged = loop.lagged_cross(state.adjoint if average is None else average)
+            lagged = loop.lagged_cross(known if average is None else average)
         visits: list[Visit] = []
         steps = (
             loop.settings.inner_steps if state.marquardt is None else self.natural_steps or loop.settings.inner_steps
