@@ -263,7 +263,7 @@ class _Probe:
             horizon = getattr(self._solver.state, "horizon", None)
             adjust = None
             if follows_horizon(own) and isinstance(own, Learned) and horizon is not None:
-                adjust = partial(horizon.as_used, u=outer.theta)
+                adjust = partial(_as_used, horizon, outer.theta)
             compare(OWN.format(label(own)), own, self._solver.executor.keep, start=start, adjust=adjust)
         for name, inverse in self._chosen:
             compare(name, inverse, partial(learn, inverse, self._problem, self._training_batches, self._seed))
@@ -293,3 +293,9 @@ def _residual(at: Oracle, x: Tensor, u: Tensor) -> float | None:
 
 def _cell(value: float | None, form: str) -> str:
     return f"{'-':>{form.partition('.')[0]}}" if value is None else format(value, form)
+
+
+def _as_used(horizon: Any, u: Tensor, x: Tensor, _: object) -> Tensor:
+    """x as the run's horizon would correct it."""
+    used: Tensor = horizon.as_used(x, u)
+    return used

@@ -74,7 +74,7 @@ def implicit(
     cross: Callable[[Tensor], list[Tensor]] | None = None,
     outer: OuterGradient | None = None,
     solve_warnings: SolveWarnings | None = None,
-    adjust: Callable[[Tensor], Tensor] | None = None,
+    adjust: Callable[[Tensor, Callable[[Tensor], Tensor] | None], Tensor] | None = None,
 ) -> Hypergradient:
     """grad Phi(v) = grad_v f - (d2_{theta,v} l)^T x with x = H^{-1} grad_theta f.
 
@@ -84,11 +84,12 @@ def implicit(
         cross: the transposed cross derivative times x; default: at the point itself.
         outer: the outer gradient, if already known.
         solve_warnings: those of the run; without a run, a poor solve causes a warning at once.
-        adjust: a correction of x before it is used.
+        adjust: a correction of x before it is used; also given what solves for another u, if the inverse has it ready.
     """
     outer = at.outer() if outer is None else outer
     x, stats = inverse.apply(state, outer.theta, at, start)
-    x = x if adjust is None else adjust(x)
+    x = x if adjust is None else adjust(x, stats.again)
+    stats = replace(stats, again=None)  # whose factors would be held for as long as the statistics
     # A number is asked for only once all work is under way: until then a device need not be waited for.
     leaves = [f - c for f, c in zip(outer.v, (cross or at.cross)(x), strict=True)]
     if stats.residual is None and inverse.learner is not None:

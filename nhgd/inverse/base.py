@@ -39,6 +39,7 @@ class SolveStats:
             range of H, relative to u; and with it `cut`, the largest possible length of the part of x omitted with it,
             relative to x.
         trouble: what is wrong with x, in a sentence with the remedy, or None.
+        again: solves the same system for another u, with what was factorised for this one; None: nothing was.
     """
 
     residual: float | None
@@ -46,6 +47,7 @@ class SolveStats:
     converged: bool
     notes: dict[str, Any] = field(default_factory=dict)
     trouble: str | None = None
+    again: Callable[[Tensor], Tensor] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing_extensions import override
 from nhgd import _tape as tape
 from nhgd._validation import counted
 from nhgd.errors import InputError
-from nhgd.inverse._learned import together
+from nhgd.inverse._learned import shifted, together
 from nhgd.inverse._learned.eigenbasis import Basis, Solve, decomposed, decompositions, refreshed
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.kronecker_state import KroneckerState
@@ -182,7 +182,11 @@ class KFAC(AbstractKronecker[KroneckerState]):
         saves = self.effort is not None and not self.effort.in_full(state.observed)
         if self.solver == "eigen" and not saves and tape.tape() is None and isinstance(ridge.value, float):
             state = self.awake(state)
-            missing = [layer for layer in state.inputs if layer not in state.bases]
+            missing = [
+                layer
+                for layer in state.inputs
+                if layer not in state.bases and not (ridge.value > 0 and shifted.pays(*state.blocks_of(layer)))
+            ]
             state = replace(state, bases=state.bases | self._bases(state, missing, None))  # together, for this solve
         return super()._prepared(state, ridge)
 
@@ -213,6 +217,10 @@ class KFAC(AbstractKronecker[KroneckerState]):
     def _layer_solver(self, state: KroneckerState, layer: str, extra: float) -> Solve:
         if self.solver == "eigen":
             kept = state.bases.get(layer)
+            if kept is None and tape.tape() is None and extra > 0 and shifted.pays(*state.blocks_of(layer)):
+                solve = shifted.shifted_solver(layer, *state.factors(layer), extra)
+                if solve is not None:
+                    return solve
             if kept is None and extra > 0 and self._is_wide_on_a_gpu(state, layer):
                 return matrix_solver(*state.factors(layer), extra, max(self.iterations, PRODUCTS))
             basis = tape.eager(lambda: decomposed(state, layer)) if kept is None else Basis(**kept)

@@ -148,6 +148,7 @@ def _adjusted(
     solver: Callable[[], Callable[[Tensor], Tensor]],
     notes: dict[str, Any],
     x: Tensor,
+    again: Callable[[Tensor], Tensor] | None,
 ) -> Tensor:
     """x as the horizon corrects it, now and then by Hessian products, which add notes."""
     learnt, x = x, horizon.corrected(x, u)
@@ -158,7 +159,7 @@ def _adjusted(
     learner = None if loop.inverse is None else loop.inverse.learner
     places = getattr(getattr(learner, "effort", None), "places", None)
     few = _few(at, samples_of_product(places is not None, loop.batch_objective))
-    better, found = horizon.measured(few, u, x, solver(), gradient, learnt)
+    better, found = horizon.measured(few, u, x, solver() if again is None else again, gradient, learnt)
     notes |= found if isinstance(found, dict) else {tape.MORE: found}
     return better
 

@@ -242,7 +242,7 @@ class AbstractKronecker(LayerMeans[T]):
         """Layer by layer, then the parameters outside."""
         apply, notes = self._prepared(state, ridge)
         x = apply(u)  # which may add to the notes
-        return x, SolveStats(None, 0, notes.get("ridge_residual", 0.0) <= POOR, notes)
+        return x, SolveStats(None, 0, notes.get("ridge_residual", 0.0) <= POOR, notes, again=apply)
 
     def operator(self, state: T, ridge: Ridge) -> Callable[[Tensor], Tensor]:
         """u -> x, with the eigendecompositions made once."""
