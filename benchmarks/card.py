@@ -8,12 +8,15 @@ multi-process service where that is installed. Every method of a table has as ma
     printed   the paper's settings, 1,000 outer steps or as many as fit the time
 
 Each experiment takes the parts in their order, within the same time. The same command goes on where it was interrupted.
-What is found lies in OUT, an experiment a folder, with its log.
+What is found lies in OUT, an experiment a folder, with its log; `python -m benchmarks.reproduction OUT` takes it over. With
+--tuned benchmarks/results/reproduction the fair part takes the step sizes that were found before, but for the methods of
+--again. Runs by the paper's settings share their time: each has at least its part of it, and what others leave.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -24,7 +27,7 @@ from contextlib import suppress
 from pathlib import Path
 
 DATA = {"cleaning": "mnist", "distillation-5": "fashion-mnist", "distillation-100": "fashion-mnist"}
-BOTH = {"longest": "25s", "jobs": "4", "beside": "12"}
+BOTH = {"longest": "1000s"}  # of the printed settings; a run's share of the time ends it before
 SHORT = {"search": "1s", "budget": "3s", "own": "10s", "seeds": "5"} | BOTH
 LONG = {"search": "2.5s", "budget": "12s", "own": "40s", "seeds": "3"} | BOTH
 MARGIN = 10.0  # seconds for the runs that have begun, and for writing
@@ -43,6 +46,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="for all parts together")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", default="", help="experiments, by commas; default: all")
+    parser.add_argument("--jobs", default="4,3,4,5", help="runs at the same time, for each of the experiments taken")
+    parser.add_argument("--tuned", type=Path, help="a folder of earlier results, whose step sizes are taken")
+    parser.add_argument("--again", default="", help="methods that are searched for again, by commas")
     parser.add_argument("--further", default="", help="further options for each, such as '--quick'")
     given = parser.parse_args()
     end = time.monotonic() + given.seconds
@@ -50,16 +56,29 @@ def main() -> int:
     shared = given.device.startswith("cuda") and start_sharing(given.out, surroundings)
     print(f"multi-process service: {'on' if shared else 'off'}", flush=True)
     chains = []
-    for name, options in EXPERIMENTS.items():
-        if not given.only or name in given.only.split(","):
-            chains.append(threading.Thread(target=chain, args=(name, options, given, end, surroundings)))
-            chains[-1].start()
+    taken = [name for name in EXPERIMENTS if not given.only or name in given.only.split(",")]
+    jobs = [int(count) for count in given.jobs.split(",")][: len(taken)]
+    jobs += [jobs[-1]] * (len(taken) - len(jobs))
+    for name, count in zip(taken, jobs, strict=True):
+        own = [*EXPERIMENTS[name], "--jobs", str(count), "--beside", str(sum(jobs) - count), *known(name, given)]
+        chains.append(threading.Thread(target=chain, args=(name, own, given, end, surroundings)))
+        chains[-1].start()
     for one in chains:
         one.join()
     if shared:
         with suppress(subprocess.TimeoutExpired):
             subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", env=surroundings, timeout=3, check=False)
     return 0
+
+
+def known(name: str, given: argparse.Namespace) -> list[str]:
+    """The options for step sizes that an earlier result has."""
+    path = None if given.tuned is None else given.tuned / f"{name}.json"
+    if path is None or not path.exists():
+        return []
+    methods = [row["method"] for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["fair"]]
+    again = [method for method in given.again.split(",") if method in methods]
+    return ["--tuned", str(path), *(["--again", ",".join(again)] if again else [])]
 
 
 def chain(name: str, options: list[str], given: argparse.Namespace, end: float, surroundings: dict[str, str]) -> None:

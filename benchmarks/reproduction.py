@@ -4,11 +4,13 @@
     python -m benchmarks.card fair,own,printed OUT --data DATA --seconds 290        the four tables, on one GPU
     nhgd reproduce parallel --quick --data MNIST --out OUT
 
-The JSON of each is kept in benchmarks/results/reproduction. `python -m benchmarks.reproduction` draws the page's figures.
+The JSON of each is kept in benchmarks/results/reproduction. `python -m benchmarks.reproduction` draws the page's figures;
+with OUT it first takes over from there the parts of each table that were measured, and leaves the others as they are.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import tempfile
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nhgd.reproduce.command import as_json
 from nhgd.reproduce.tables import text
 from nhgd.reproduce.tables.figures import draw
 from nhgd.reproduce.theory import tables as theory
@@ -186,8 +189,66 @@ def parallel(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def adopted(before: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """A result with the parts that a later one has measured in their place.
+
+    Methods of the fair protocol are compared with each other, so that part is taken as a whole. Of the printed settings a
+    row stays that the later result has not reached, or reached in fewer outer steps.
+    """
+    found = json.loads(json.dumps(before))
+    rows = {row["method"]: row for row in found["rows"]}
+    for row in new["rows"]:
+        own = rows.setdefault(row["method"], {**row, "printed": None, "fair": None})
+        if row["printed"] and (not own["printed"] or row["printed"].get("steps", 0) >= own["printed"].get("steps", 0)):
+            own["printed"] = row["printed"]
+    found["rows"] = list(rows.values())
+    parts = {name for name in ("printed", "fair") if any(row[name] for row in new["rows"])}
+    if "fair" in parts:
+        later = {row["method"]: row["fair"] for row in new["rows"]}
+        for row in found["rows"]:
+            row["fair"] = later.get(row["method"])
+        known = set(new["protocols"]["fair"].get("known", ()))
+        found["tuning"] = [one for one in before["tuning"] if one["method"] in known] + new["tuning"]
+        found["first_in_time"] = new["first_in_time"]
+    if any(len(row) > 1 for row in new["own"]):
+        parts.add("own")
+        found["own"] = new["own"]
+    stages = {"printed": ("printed",), "fair": ("grid", "seeds"), "own": ("own",)}
+    for part in parts:
+        found["protocols"][part] = new["protocols"][part]
+        for stage in stages[part]:
+            for place in ("runs", "notes"):
+                if stage in new[place]:
+                    found[place][stage] = new[place][stage]
+        if part in new["curves"]:
+            found["curves"][part] = found["curves"].get(part, {}) | new["curves"][part]
+    found["complete"] = all(one["done"] == one["wanted"] for one in found["runs"].values())
+    return found | {name: new[name] for name in ("seconds", "load", "environment", "open", "jobs", "beside") if parts}
+
+
+def adopt(out: Path) -> list[str]:
+    """Take over what a folder of `benchmarks.card` holds; the experiments of which there was something."""
+    names = []
+    for experiment in TABLES:
+        path = out / experiment / f"{experiment}.json"
+        if path.exists():
+            found = adopted(read(experiment), json.loads(path.read_text(encoding="utf-8")))
+            (FOLDER / f"{experiment}.json").write_text(as_json(found), encoding="utf-8")
+            names.append(experiment)
+    for path in (out / "parallel" / "parallel.json", out / "parallel.json"):
+        if path.exists():
+            shutil.copy(path, FOLDER / "parallel.json")
+            names.append("parallel")
+    return names
+
+
 def main() -> None:
     """The figures of the fair protocol, for the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?", help="a folder of benchmarks.card, to be taken over first")
+    out = parser.parse_args().out
+    if out is not None:
+        print("taken over:", ", ".join(adopt(out)))
     with tempfile.TemporaryDirectory() as folder:
         for experiment in TABLES:
             for path in draw(Path(folder), read(experiment), ["png"]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -47,6 +48,13 @@ def reproduce(
         typer.Option(help="After which a run with the paper's settings ends, such as 60s.", show_default=False),
     ] = None,
     jobs: Annotated[int, typer.Option(help="Runs at the same time, each in a process of its own.")] = 1,
+    tuned: Annotated[
+        Path | None,
+        typer.Option(help="The JSON of an earlier result, whose step sizes are taken.", show_default=False),
+    ] = None,
+    again: Annotated[
+        str | None, typer.Option(help="Methods of it that are searched for again, by commas.", show_default=False)
+    ] = None,
     seed: Seed = 0,
     device: Device = "auto",
     as_json: Json = False,
@@ -57,7 +65,7 @@ def reproduce(
     """
     request = Request(
         experiment, quick, data, out, seconds, str(device_called(device)), checked_seed(seed), only, budget,
-        search, own, seeds, steps, longest, jobs,
+        search, own, seeds, steps, longest, jobs, tuned=tuned, again=again,
     )  # fmt: skip
     with bar("reproduce", lines=not as_json) as tick:
         found = run(request, lambda words: tick(None, words))

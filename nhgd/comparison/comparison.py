@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -236,7 +237,7 @@ class Comparison:
         with bar("bench", progress) as tick:
             tick(len(found) / len(trials), "the first run" if left else "")
             measured = self._measured if workers is None else workers.measured
-            for trial, run in measured(before(left, until), store):
+            for trial, run in measured(before(left, until, self.jobs if workers is None else workers.jobs), store):
                 found[trial.key] = run
                 words = f"{trial.label}, seed {trial.seed}{_in_brackets(trial.settings)}"
                 tick(len(found) / len(trials), words)
@@ -280,12 +281,20 @@ class Comparison:
         return found
 
 
-def before(trials: Iterable[Trial], until: float | None) -> Iterator[Trial]:
-    """The trials, until a reading of `time.monotonic`."""
-    for trial in trials:
+def before(trials: Sequence[Trial], until: float | None, jobs: int = 1) -> Iterator[Trial]:
+    """The trials, until a reading of `time.monotonic`.
+
+    One that may end early, because it has a longest time, has its share of what is left until then: as long as all that
+    are still to come, `jobs` at a time, would have if they took as long. What it does not need, they have.
+    """
+    for nth, trial in enumerate(trials):
         if late(until):
             return
-        yield trial
+        if until is None or trial.longest is None:
+            yield trial
+            continue
+        now, rounds = time.monotonic(), math.ceil((len(trials) - nth) / (jobs if jobs > 0 else os.cpu_count() or 1))
+        yield replace(trial, until=now + (until - now) / rounds)
 
 
 def late(until: float | None) -> bool:

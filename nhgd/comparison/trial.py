@@ -50,6 +50,7 @@ class Trial:
         points: about how often it is evaluated.
         watch: sees what was spent and the selection loss after each evaluation, and says whether the run ends there.
         longest: seconds of outer steps after which a run ends that may take a number of them.
+        until: a reading of `time.monotonic` after which it ends with the outer steps that it has; None: none.
         brief: whether the metrics at the end are those of an evaluation, where the task's summary would take longer.
         memory: whether the memory of its outer steps is measured: on the CPU in the separate run, on a GPU in the run
             itself.
@@ -70,6 +71,7 @@ class Trial:
     longest: float | None = None
     brief: bool = False
     memory: bool = False
+    until: float | None = field(default=None, compare=False)
     pictures: Path | None = field(default=None, compare=False)
     watch: Callable[[Spent, float], bool] | None = field(default=None, compare=False)
 
@@ -125,6 +127,19 @@ class Watched(AbstractStop[tuple[float, int] | None]):
     @override
     def holds(self, spent: Spent, state: tuple[float, int] | None) -> bool:
         return state is not None and state[1] == spent.steps and self.watch(spent, state[0])
+
+
+@dataclass(frozen=True)
+class Late(AbstractStop[None]):
+    """The comparison's time, evaluations included, has no more for this run."""
+
+    name: ClassVar[str] = "late"
+    clocked: ClassVar[bool] = True
+    until: float
+
+    @override
+    def holds(self, spent: Spent, state: None) -> bool:
+        return time.monotonic() > self.until
 
 
 def blank(trial: Trial) -> Run:
@@ -183,6 +198,8 @@ def _measure(trial: Trial, run: Run) -> None:
 
 def _rules(trial: Trial, task: AbstractTask, start: Row) -> list[AbstractStop[Any]]:
     rules = [trial.allowance.rule(), *([] if trial.longest is None else [Budget(trial.longest)])]
+    if trial.until is not None:
+        rules.append(Late(trial.until))
     name = task.selection if task.selection in start else f"{FULL}{task.selection}"
     if trial.patience is not None:
         rules.append(Patience(trial.patience, name))

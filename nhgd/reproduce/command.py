@@ -52,6 +52,8 @@ class Request:
         steps: outer steps of the runs with the paper's settings; None: what suits the experiment.
         longest: a time such as "60s" after which such a run ends with the steps it has; None: none.
         beside: runs of other experiments at the same time, for the reader of the result.
+        tuned: an earlier result of the same experiment, whose step sizes are taken in place of a search.
+        again: methods of it that are searched for again, by commas.
         jobs: runs at the same time, each in a process of its own; they disturb each other's clocks, all methods alike.
     """
 
@@ -71,6 +73,8 @@ class Request:
     longest: str | None = None
     jobs: int = 1
     beside: int = 0
+    tuned: Path | None = None
+    again: str | None = None
 
     def __post_init__(self) -> None:
         if self.experiment not in EXPERIMENTS:
@@ -79,7 +83,9 @@ class Request:
             raise InputError(f"The time of an experiment must be above 0 seconds, got {self.seconds}.")
         if self.only is not None and self.only not in PARTS:
             raise unknown("part of a table", self.only, PARTS)
-        for name in ("only", "budget", "search", "own", "seeds", "steps", "longest", "jobs"):
+        if self.again is not None and self.tuned is None:
+            raise InputError("again names methods of an earlier result, which tuned gives. Omit it, or give both.")
+        for name in ("only", "budget", "search", "own", "seeds", "steps", "longest", "jobs", "tuned"):
             given = getattr(self, name)
             if given not in (None, 1 if name == "jobs" else None) and self.experiment in ("theory", "parallel"):
                 raise InputError(f"{self.experiment} is no table, so {name} would be ignored. Omit it.")
@@ -129,11 +135,33 @@ def _table(request: Request, say: Say) -> Result:
         request.longest,
         request.jobs,
         request.beside,
+        tuned=known_sizes(request),
     )
     with folder(request.out) as place:
         found = table(asked, None if place is None else place.path, say)
         _write(place, found, text(found), lambda beside: draw(beside, found, FORMATS[:1]))
     return found
+
+
+def known_sizes(request: Request) -> dict[str, dict[str, Any]]:
+    """The step sizes that an earlier result found, by method, but for those that are to be searched for again."""
+    if request.tuned is None:
+        return {}
+    again = [name.strip() for name in (request.again or "").split(",") if name.strip()]
+    try:
+        found = json.loads(request.tuned.read_text(encoding="utf-8"))
+        if found["experiment"] != request.experiment or found["quick"] != request.quick:
+            kind = "quick " if found["quick"] else ""
+            raise InputError(f"{request.tuned} is a {kind}result of {found['experiment']}. Give one of the same kind.")
+        sizes = {row["method"]: dict(row["fair"]["settings"]) for row in found["rows"] if row["fair"]}
+    except (OSError, UnicodeDecodeError, ValueError, LookupError, TypeError) as error:
+        raise InputError(
+            f"{request.tuned} is no result of nhgd reproduce: {type(error).__name__}: {error}. Give the JSON of one."
+        ) from error
+    for name in again:
+        if name not in sizes:
+            raise unknown("method of that result", name, list(sizes))
+    return {name: settings for name, settings in sizes.items() if name not in again}
 
 
 def _parallel(request: Request, say: Say) -> Result:
@@ -207,6 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--longest", help="a time after which a run with the paper's settings ends, such as 60s")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, each in a process of its own")
     parser.add_argument("--beside", type=int, default=0, help="such runs of other experiments, for the reader")
+    parser.add_argument("--tuned", type=Path, help="an earlier result, whose step sizes are taken")
+    parser.add_argument("--again", help="methods of it that are searched for again, by commas")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     given = vars(parser.parse_args(arguments))
     as_object = given.pop("json")

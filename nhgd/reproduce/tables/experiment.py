@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class Asked:
     jobs: int = 1
     beside: int = 0
     smallest: bool = False
+    tuned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def plan(self) -> Plan:
         """The plan of the experiment, with what was asked to differ."""
@@ -86,7 +87,11 @@ def table(asked: Asked, out: Path | None, say: Callable[[str], None] = lambda wo
     with ExitStack() as stack:
         workers = None
         if asked.jobs > 1:
-            longest = None if asked.seconds is None else max(asked.seconds / 3, min(asked.seconds, LONG))
+            longest = None
+            if asked.seconds is not None and asked.longest is None:  # else runs end by themselves
+                longest = max(asked.seconds / 3, min(asked.seconds, LONG))
+            elif asked.seconds is not None:
+                longest = asked.seconds
             workers = stack.enter_context(Workers(asked.jobs, longest))
         return _table(asked, out, say, workers)
 
@@ -116,12 +121,17 @@ def _table(asked: Asked, out: Path | None, say: Callable[[str], None], workers: 
     first = asked.seed
     printed = staged("printed", plan.printed, list(range(first, first + plan.printed.seeds)), brief=True)
     search = replace(plan.grid, budget=asked.search or plan.grid.budget, points=SEARCH_POINTS, memory=False)
-    tuned = tuning.tuned(search, lambda stage: staged("grid", stage, [first], brief=True))
+    known = {label: asked.tuned[label] for label in search.methods if label in asked.tuned}
+    search = _without(search, known)
+    tuned = None
+    if search.methods:
+        tuned = tuning.tuned(search, lambda stage: staged("grid", stage, [first], brief=True))
+    sizes = known | ({} if tuned is None else {label: runs[0]["settings"] for label, runs in tuned.chosen.items()})
     final = None
-    if tuned is not None:
+    if sizes:
         # Other seeds than the one that the step sizes were chosen on.
         seeds = list(range(first + 1, first + 1 + plan.seeds))
-        final = staged("seeds", _with_chosen(plan.grid, tuned), seeds, brief=True)
+        final = staged("seeds", _with(plan.grid, sizes), seeds, brief=True)
     own = staged("own", plan.own, list(range(first, first + plan.own.seeds)))
     found = _put_together(asked, plan, printed, tuned, final, own)
     found["seconds"] = time.monotonic() - began
@@ -151,12 +161,17 @@ def _comparison(stage: Stage, seeds: list[int], device: str, data: Path | None, 
     return replace(comparison, first=first)
 
 
-def _with_chosen(stage: Stage, tuned: Table) -> Stage:
-    """The final runs: each method that was tuned, with the settings that its selection metric chose."""
-    settings = {
-        f"{label}:{key}": value for label, runs in tuned.chosen.items() for key, value in runs[0]["settings"].items()
-    }
-    methods = {label: stage.methods[label] for label in tuned.chosen}
+def _without(stage: Stage, known: Mapping[str, Any]) -> Stage:
+    """The methods whose step sizes are not known."""
+    methods = {label: method for label, method in stage.methods.items() if label not in known}
+    settings = {key: value for key, value in stage.settings.items() if key.rpartition(":")[0] not in known}
+    return replace(stage, methods=methods, settings=settings)
+
+
+def _with(stage: Stage, sizes: Mapping[str, Mapping[str, Any]]) -> Stage:
+    """The final runs: each method whose step sizes are known, with these."""
+    settings = {f"{label}:{key}": value for label, own in sizes.items() for key, value in own.items()}
+    methods = {label: method for label, method in stage.methods.items() if label in sizes}
     return replace(stage, methods=methods, settings=settings, widen=0)
 
 
@@ -201,6 +216,7 @@ def _put_together(
                 "grid": jsonable(plan.grid.settings),
                 "widen": plan.grid.widen,
                 "search": asked.search or plan.grid.budget,
+                "known": sorted(asked.tuned),
             },
             "own": _about(own, plan.own),
         },
