@@ -84,9 +84,6 @@ STATED = {
     "docs/parallel.md": {"(30 seconds by default)": "a default", "and 10 seconds more": "a limit", "30 seconds more": "a limit"},
     "docs/reproduction.md": {
         "with 95 % intervals": "a definition",
-        "1,000 outer steps or 25 seconds": "a setting of the table",
-        "In 25 seconds": "a setting of the table",
-        "At most 25 seconds a run": "a setting of the table",
         "three times at most": "a setting of the search",
         "Fair, 3 seconds a run": "a setting of the table",
         "Fair, 12 seconds a run": "a setting of the table",

@@ -131,7 +131,7 @@ class Watched(AbstractStop[tuple[float, int] | None]):
 
 @dataclass(frozen=True)
 class Late(AbstractStop[None]):
-    """The comparison's time, evaluations included, has no more for this run."""
+    """The comparison's time, evaluations included, has no more for this run, which has one outer step in any case."""
 
     name: ClassVar[str] = "late"
     clocked: ClassVar[bool] = True
@@ -139,7 +139,7 @@ class Late(AbstractStop[None]):
 
     @override
     def holds(self, spent: Spent, state: None) -> bool:
-        return time.monotonic() > self.until
+        return spent.steps > 0 and time.monotonic() > self.until
 
 
 def blank(trial: Trial) -> Run:

@@ -66,7 +66,7 @@ def printed(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     accuracy = any(row["paper"] and row["paper"]["test_accuracy"] is not None for row in found["rows"])
     heads = ["method", "paper: outer loss", "ours"]
     heads += ["paper: test accuracy", "ours"] if accuracy else []
-    heads += ["outer steps", "ms/step", "MB"]
+    heads += ["seeds", "outer steps", "ms/step", "MB"]
     lines = []
     for row in found["rows"]:
         ours, theirs = row["printed"], row["paper"] or {}
@@ -82,7 +82,7 @@ def printed(found: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
                 _with(theirs.get("test_accuracy"), theirs.get("test_accuracy_spread")),
                 _last(ours, "test_accuracy"),
             ]
-        lines.append([*line, _whole(ours.get("steps")), *_costs(ours)])
+        lines.append([*line, str(ours["seeds"]), _whole(ours.get("steps")), *_costs(ours)])
     return heads, lines
 
 
