@@ -663,3 +663,18 @@ def test_alone_the_remedy_is_named(monkeypatch):
     assert "nhgd run TASK --execution distributed" in str(caught.value)
     assert not isinstance(caught.value, (RunError, NonFiniteError))
     assert isinstance(a_solver(Inline(), NHGD(KFAC())).executor, Inline)
+
+
+@pytest.mark.parametrize(("world", "gpus", "backend"), [(2, 1, "gloo"), (2, 2, "cpu:gloo,cuda:nccl")])
+def test_nccl_only_where_each_process_of_a_group_of_ones_own_has_a_gpu(world, gpus, backend, monkeypatch):
+    """Two processes on one GPU would wait for each other there for ever."""
+    from nhgd.execution.distributed import group
+
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(group.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(group.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(group.dist, "get_world_size", lambda: world)
+    assert group._backend() == backend

@@ -316,6 +316,7 @@ def _is_watched() -> bool:
 
 def _backend() -> str:
     """gloo for main memory, and NCCL as well if every process of this machine has its own GPU."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    known = dist.get_world_size() if dist.is_initialized() else 1  # of a group that was made without an agent
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", known)))
     enough = torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= local
     return "cpu:gloo,cuda:nccl" if enough else "gloo"
