@@ -84,7 +84,8 @@ class KFAC(AbstractKronecker[KroneckerState]):
             X -> G X A + R * X, with the current factors. It decomposes nothing, so it never makes a GPU wait, and a
             captured step is one piece. Its error falls with `iterations`, the faster the larger the damping is.
             Captured runs on a GPU solve so too, with at least 32 iterations, where "eigen" would decompose a wide
-            factor in each solve.
+            factor in each solve. Others on a GPU then solve exactly, by a Cholesky factor of A for each score, if these
+            are few.
         iterations: of solver="products", at most.
 
         split: the rows of the largest factor that is kept whole; None: all are. A larger one is replaced by blocks on
