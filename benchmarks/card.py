@@ -48,6 +48,8 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", default="", help="experiments, by commas; default: all")
     parser.add_argument("--jobs", default="4,3,4,5", help="runs at the same time, for each of the experiments taken")
+    parser.add_argument("--skip", default="", help="parts of an experiment, such as pde:fair, by commas")
+    parser.add_argument("--printed-seeds", default="1", help="of the runs by the paper's settings")
     parser.add_argument("--tuned", type=Path, help="a folder of earlier results, whose step sizes are taken")
     parser.add_argument("--again", default="", help="methods that are searched for again, by commas")
     parser.add_argument("--further", default="", help="further options for each, such as '--quick'")
@@ -86,26 +88,26 @@ def chain(name: str, options: list[str], given: argparse.Namespace, end: float, 
     """One experiment's parts, one after the other; what is not done when the time is up is ended."""
     folder = given.out / name
     folder.mkdir(parents=True, exist_ok=True)
-    for part in given.parts.split(","):
-        left = end - time.monotonic() - MARGIN
-        if left < 4 * MARGIN:
-            return
-        command = [sys.executable, "-m", "nhgd.reproduce", name, "--out", str(folder), "--device", given.device]
-        command += ["--only", part, "--seconds", f"{left:.0f}", *options, *given.further.split()]
-        command += ["--data", str(given.data / DATA[name])] if name in DATA else []
-        with (given.out / f"{name}.log").open("a") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=surroundings)
+    command = [sys.executable, "-m", "nhgd.reproduce", name, "--out", str(folder), "--device", given.device, *options]
+    command += ["--data", str(given.data / DATA[name])] if name in DATA else []
+    command += given.further.split()
+    with (given.out / f"{name}.log").open("a") as log:
+        for part in given.parts.split(","):
+            left = end - time.monotonic() - MARGIN
+            if f"{name}:{part}" in given.skip.split(",") or left < 4 * MARGIN:
+                continue
+            own = ["--only", part, "--seconds", f"{left:.0f}"]
+            own += ["--seeds", given.printed_seeds] if part == "printed" else []
+            process = subprocess.Popen([*command, *own], stdout=log, stderr=log, env=surroundings)
             try:
-                code: int | str = process.wait(max(1.0, end - time.monotonic()))
+                code: int | str = process.wait(max(1.0, end - MARGIN / 2 - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.terminate()
                 code = "ended when the time was up"
-                # The last --seconds counts: no run begins, and the table is put together from those that ended.
-                with suppress(subprocess.TimeoutExpired):
-                    subprocess.run(
-                        [*command, "--seconds", "0.001"], stdout=log, stderr=log, env=surroundings, timeout=PATIENCE
-                    )
-        print(f"{name}, {part}: {code}, {end - time.monotonic():.0f} s left", flush=True)
+            print(f"{name}, {part}: {code}, {end - time.monotonic():.0f} s left", flush=True)
+        # No run begins any more: the table of all parts is put together from the runs that ended.
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run([*command, "--seconds", "0.001"], stdout=log, stderr=log, env=surroundings, timeout=PATIENCE)
 
 
 def start_sharing(out: Path, surroundings: dict[str, str]) -> bool:
