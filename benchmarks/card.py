@@ -94,7 +94,7 @@ def chain(name: str, options: list[str], given: argparse.Namespace, end: float, 
     with (given.out / f"{name}.log").open("a") as log:
         for part in given.parts.split(","):
             left = end - time.monotonic() - MARGIN
-            if f"{name}:{part}" in given.skip.split(",") or left < 4 * MARGIN:
+            if f"{name}:{part}" in given.skip.split(",") or left < MARGIN:
                 continue
             own = ["--only", part, "--seconds", f"{left:.0f}"]
             own += ["--seeds", given.printed_seeds] if part == "printed" else []
