@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nhgd._randomness import generators_restored
 from nhgd._recording.lagged_cross import LaggedCross
 from nhgd._recording.weighing import Weighing
+from nhgd._tree import tensors
 from nhgd.data.batch import Batch
 from nhgd.objective import Objective
 from nhgd.problem import Bilevel
@@ -108,10 +109,20 @@ def _role(weighing: Weighing, objective: Objective) -> Role:
 def _tolerance(problem: Bilevel, batch: Batch) -> float:
     """Far above rounding, and far below any difference that another formula makes."""
     dtypes = {leaf.dtype for leaf in problem.theta.leaves}
-    with torch.no_grad():
-        outputs = problem.losses(batch).outputs
+
+    def note(
+        module: nn.Module, args: object, output: object
+    ) -> None:  # what autocast computes in, wherever it is entered
+        dtypes.update(t.dtype for t in tensors(output) if t.is_floating_point())
+
+    hook = nn.modules.module.register_module_forward_hook(note)
+    try:
+        with torch.no_grad():
+            outputs = problem.losses(batch).outputs
+    finally:
+        hook.remove()
     if outputs is not None and outputs.is_floating_point():
-        dtypes.add(outputs.dtype)  # autocast
+        dtypes.add(outputs.dtype)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     return 1e-6 if eps < 1e-10 else max(1e-3, 8 * eps)
 
