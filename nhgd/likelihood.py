@@ -61,6 +61,10 @@ class Categorical(AbstractLikelihood):
 
         r_k = sqrt(p_k) (e_k - p)
 
+    Of sequences or images, (B, ..., C), the loss of a sample is a sum over places t, with a factor c_t each that is
+    read off the loss itself: 1/T for a mean, 0 where a mask hides a place. Lambda has a block c_t (diag(p_t) - p_t
+    p_t^T) for each place, and each place has roots, or a label, of its own.
+
     >>> r = Categorical().roots(torch.zeros(1, 2), torch.zeros(1))[:, 0]
     >>> r.T @ r
     tensor([[ 0.2500, -0.2500],
@@ -72,33 +76,56 @@ class Categorical(AbstractLikelihood):
     @override
     def verify(self, outputs: Tensor, losses: Tensor) -> None:
         """The Hessian of cross-entropy in the scores is Lambda itself, whatever the labels."""
-        _same_curvature(self, outputs, losses)
+        if outputs.ndim < 3:
+            _same_curvature(self, outputs, losses)
+            return
+        p, root = _precise(outputs).softmax(-1), _roots_of_factors(outputs, losses)
+        if not bool(root.any()):
+            raise InputError(
+                "likelihood='categorical' does not describe these losses: they do not depend on the class scores in"
+                f" Losses.outputs, of shape {tuple(outputs.shape)}. Return the same outputs that the losses were"
+                " computed from, with shape (B, C), or (B, ..., C) of sequences."
+            )
+
+        def product(x: Tensor) -> Tensor:  # without a root for each class of each place
+            return root.square() * p * (x - (p * x).sum(-1, keepdim=True))
+
+        _compare(self, outputs, losses, product)
 
     @override
     def roots(self, outputs: Tensor, losses: Tensor) -> Tensor:
-        """One root for each class."""
-        if outputs.ndim != 2:
+        """One root for each class, of each place."""
+        if outputs.ndim < 2:
             raise InputError(
-                f"The categorical likelihood needs outputs of shape (B, C), but Losses.outputs has shape"
-                f" {tuple(outputs.shape)}."
+                "The categorical likelihood needs outputs of shape (B, C), or (B, ..., C) of sequences, but"
+                f" Losses.outputs has shape {tuple(outputs.shape)}."
             )
-        p = _precise(outputs).softmax(1)
+        p = _precise(outputs).softmax(-1)
+        if outputs.ndim > 2:
+            eye = torch.eye(p[0].numel(), dtype=p.dtype, device=p.device)
+            return torch.stack([self._signed(outputs, losses, unit.expand(len(p), -1)) for unit in eye])
         eye = torch.eye(p.shape[1], dtype=p.dtype, device=p.device)
         return p.T.sqrt()[:, :, None] * (eye[:, None, :] - p[None])
 
     @override
     def signed(self, outputs: Tensor, losses: Tensor, signs: Callable[[int], Tensor]) -> Tensor:
         """sum_k s_k r_k = s sqrt(p) - p (s . sqrt(p)), without the roots."""
-        p = _precise(outputs).softmax(1)
-        with_signs = signs(p.shape[1]).T.to(p) * p.sqrt()
-        return (with_signs - p * with_signs.sum(1, keepdim=True))[None]
+        return self._signed(outputs, losses, signs(outputs[0].numel()).T.to(_precise(outputs[:0])))[None]
+
+    def _signed(self, outputs: Tensor, losses: Tensor, signs: Tensor) -> Tensor:
+        """The same for signs (B, K)."""
+        p = _precise(outputs).softmax(-1)
+        with_signs = signs.reshape(p.shape) * p.sqrt()
+        found = with_signs - p * with_signs.sum(-1, keepdim=True)
+        return found if outputs.ndim == 2 else found * _roots_of_factors(outputs, losses)
 
     @override
     def sample(self, outputs: Tensor, losses: Tensor) -> Tensor:
-        """The score of a label drawn from the model: e_y - p."""
-        p = _precise(outputs).softmax(1)
-        y = torch.multinomial(p, 1)
-        return (torch.zeros_like(p).scatter_(1, y, 1.0) - p)[None]
+        """The scores of labels drawn from the model, one for each place: e_y - p, times the root of its factor."""
+        p = _precise(outputs).softmax(-1)
+        y = torch.multinomial(p.flatten(0, -2), 1).reshape(*p.shape[:-1], 1)
+        drawn = torch.zeros_like(p).scatter_(-1, y, 1.0) - p
+        return (drawn if outputs.ndim == 2 else drawn * _roots_of_factors(outputs, losses))[None]
 
 
 @final
@@ -160,9 +187,30 @@ class Gaussian(AbstractLikelihood):
         return _columns(curvature.sqrt())
 
 
+def _roots_of_factors(outputs: Tensor, losses: Tensor) -> Tensor:
+    """sqrt(c_t) of cross-entropy summed over places with factors c_t, (B, ..., 1): the slopes are c_t (p_t - e_y)."""
+    with torch.enable_grad():
+        found = torch.autograd.grad(losses.sum(), outputs, retain_graph=True, materialize_grads=True)[0]
+    slope, p = _precise(found), _precise(outputs).softmax(-1)
+    total = p.masked_fill(slope <= 0, 0.0).sum(-1, keepdim=True)
+    return (slope.clamp_min(0).sum(-1, keepdim=True) / total.clamp_min(torch.finfo(p.dtype).tiny)).sqrt()
+
+
 def _same_curvature(likelihood: AbstractLikelihood, outputs: Tensor, losses: Tensor) -> None:
     """Compare the Hessian of the losses in the outputs with Lambda, along one random direction for each sample."""
     roots = likelihood.roots(outputs, losses)  # (K, B, ...)
+
+    def product(x: Tensor) -> Tensor:
+        along = (roots * x).reshape(*roots.shape[:2], -1).sum(2)  # (K, B)
+        return (roots * along.reshape(*along.shape, *[1] * (roots.ndim - 2))).sum(0)
+
+    _compare(likelihood, outputs, losses, product)
+
+
+def _compare(
+    likelihood: AbstractLikelihood, outputs: Tensor, losses: Tensor, product: Callable[[Tensor], Tensor]
+) -> None:
+    """The same, given the product of Lambda with one direction for each sample."""
     probe = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).to(outputs)
     rounding = max(1e-3, 4 * torch.finfo(outputs.dtype).eps)
     with torch.enable_grad():
@@ -170,9 +218,7 @@ def _same_curvature(likelihood: AbstractLikelihood, outputs: Tensor, losses: Ten
         found = torch.zeros_like(probe)
         if slope.requires_grad:
             found = torch.autograd.grad(slope, outputs, probe, retain_graph=True, materialize_grads=True)[0]
-    found, probe = _precise(found), _precise(probe)
-    along = (roots * probe).reshape(*roots.shape[:2], -1).sum(2)  # (K, B)
-    expected = (roots * along.reshape(*along.shape, *[1] * (roots.ndim - 2))).sum(0)
+    found, expected = _precise(found), product(_precise(probe))
     if not torch.allclose(found, expected, rtol=0.05, atol=rounding * float(expected.abs().max()) + 1e-4):
         ratio = float(found.norm() / expected.norm().clamp_min(torch.finfo(expected.dtype).tiny))
         raise InputError(

@@ -28,7 +28,7 @@ from tests import catalogue
 ORDER = """
     errors
     _validation _path _tape _html
-    _kernels _registry _duration ridge stop schedule _memory _progress _callbacks _interruption _randomness _stagnation _surroundings
+    _beside _kernels _registry _duration ridge stop schedule _memory _progress _callbacks _interruption _randomness _stagnation _surroundings
     _scaling
     _tree
     plot _turned

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 import nhgd
 from nhgd._memory import PeakMemory
+from nhgd._recording.recorder import Recorder
 from nhgd.algorithm import AID, NHGD
 from nhgd.inverse import resolve
+from nhgd.problem import LARGE
 
 
 class Transformer(nn.Module):
@@ -95,3 +97,25 @@ def test_plan_tells_the_peak(name: str, inverse: str) -> None:
 def test_without_a_batch_the_peak_is_unknown() -> None:
     problem, _, _ = made("transformer")
     assert nhgd.plan(problem, inverses=["kfac"]).rows[0]["peak_bytes"] is None
+
+
+def test_verifying_a_large_model_with_batchnorm_takes_no_more_memory_than_a_record():
+    torch.manual_seed(0)
+    width, body = 192, list[nn.Module]()
+    for before in (3, *[width] * 4):
+        body += [nn.Conv2d(before, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    net = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 5))
+    assert sum(p.numel() for p in net.parameters()) > LARGE
+
+    def inner(net: Any, v: Tensor, batch: Any) -> nhgd.Losses:
+        return nhgd.Losses(F.cross_entropy(net(batch[0]), batch[1], reduction="none"), v[batch[2]].sigmoid())
+
+    problem = nhgd.Bilevel(inner, lambda net, v, batch: net(batch[0]).sum(), net, torch.zeros(64), 1e-3)
+    batch = torch.randn(64, 3, 6, 6), torch.arange(64) % 5, torch.arange(64)
+    recorder, peaks = Recorder(problem, "layer", couples=False), []
+    for _ in range(2):
+        with PeakMemory() as alive:
+            recorder.step(batch)
+        peaks.append(alive.bytes)
+    assert recorder.verification.memory() != Recorder(problem, "layer", couples=False).verification.memory()
+    assert peaks[0] <= 1.01 * peaks[1]  # the first is verified before

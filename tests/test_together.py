@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import nhgd
@@ -48,6 +49,21 @@ def deep() -> nn.Module:
         Scaled(12),
         nn.Linear(12, 3),
     )
+
+
+def problem_on(device: str) -> tuple[nhgd.Bilevel, Any]:
+    """Weighted samples of three classes, and the labels that the outer loss wants."""
+    torch.manual_seed(0)
+    x, y = normal(16, 6).to(device), torch.arange(16, device=device) % 3
+
+    def inner(net: Any, v: Tensor, batch: Any) -> nhgd.Losses:
+        return nhgd.Losses(F.cross_entropy(net(batch[0]), batch[1], reduction="none"), v[batch[2]].sigmoid())
+
+    def outer(net: Any, v: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(net(batch[0]), batch[1].flip(0))
+
+    v = torch.zeros(16, dtype=torch.float64, device=device)
+    return nhgd.Bilevel(inner, outer, deep().double().to(device), v), (x, y, torch.arange(16, device=device))
 
 
 NETS: dict[str, Any] = {
@@ -162,3 +178,44 @@ def test_factors_are_decomposed_beside_each_other(monkeypatch: pytest.MonkeyPatc
 def test_a_failure_beside_others_is_told() -> None:
     with pytest.raises(nhgd.NonFiniteError, match="bad"):
         concurrent.decomposed_beside([("bad", torch.full((1, 3, 3), torch.nan))], eigenbasis.eigenvalues)
+
+
+def test_what_the_next_solve_alone_needs_is_decomposed_beside_the_inner_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that take turns have the bases that they have in a run which waits for them at once."""
+    monkeypatch.setattr(concurrent, "pays", lambda matrices: True)
+    began, found = [], []
+    begin = concurrent.begun_beside
+    monkeypatch.setattr(concurrent, "begun_beside", lambda *given: began.append(concurrent.later()) or begin(*given))
+    later = concurrent.later
+    for waits in (False, True):
+        monkeypatch.setattr(concurrent, "later", lambda waits=waits: None if waits else later())
+        problem, batch = problem_on("cpu")
+        inverse = KFAC(effort=Effort(every=2, invert_every=3, invert_at=(1,)), damping=1e-3)
+        solver = nhgd.Solver(
+            problem, [batch], [batch], method=nhgd.algorithm.NHGD(inverse), inner_steps=3, outer_lr=0.1
+        )
+        solver.run(steps=6)
+        state = solver.loop.executor.keep()
+        found.append(
+            [problem.v.flat(), problem.theta.flat()] + [t for basis in state.bases.values() for t in basis.values()]
+        )
+    assert all(map(torch.equal, *found))
+    assert sum(some is not None for some in began) >= 8  # every second of 18 inner steps has a record
+
+
+def test_a_failure_beside_the_inner_steps_is_told_by_the_next_solve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concurrent, "pays", lambda matrices: True)
+    known, calls = eigenbasis.eigenvalues, []
+
+    def fails(name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(name)
+        if len(calls) > 40:
+            raise nhgd.NonFiniteError("bad")
+        return known(name, matrix)
+
+    monkeypatch.setattr(eigenbasis, "eigenvalues", fails)
+    problem, batch = problem_on("cpu")
+    inverse = KFAC(effort=Effort(every=2, invert_every=3, invert_at=(1,)), damping=1e-3)
+    solver = nhgd.Solver(problem, [batch], [batch], method=nhgd.algorithm.NHGD(inverse), inner_steps=3, outer_lr=0.1)
+    with pytest.raises(nhgd.NonFiniteError, match="bad"):
+        solver.run(steps=20)

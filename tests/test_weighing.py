@@ -602,6 +602,29 @@ def test_autocast_recognises_it_too():
     assert told["difference"] < 0.06
 
 
+def test_autocast_inside_the_functions_is_recognised_without_outputs():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
+    x, y = torch.randn(40, 6), torch.randint(3, (40,))
+
+    def losses(model: Any, batch: Any) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            z = model(batch[0])
+        return F.cross_entropy(z.float(), batch[1], reduction="none")
+
+    problem = nhgd.Bilevel(
+        lambda model, v, batch: nhgd.Losses(losses(model, batch), v[batch[2]].sigmoid()),
+        lambda model, v, batch: losses(model, batch).mean(),
+        net,
+        torch.zeros(40),
+    )
+    running = nhgd.Solver(problem, [(x, y, torch.arange(40))], [(x, y)], NHGD(), inner_steps=2, inner_lr=0.1)
+    running.step()
+    told = running.solution().stats["cross"]
+    assert (told["way"], told["role"], told["source"]) == ("lagged", "weights", "scores")
+    assert 1e-3 < told["difference"] < 0.06  # rounding of bfloat16, above what float32 is allowed
+
+
 def test_a_compiled_model_stays_compiled():
     problem, _, _ = catalogue.mlp_module()
     compiled = torch.compile(problem.theta.given, backend="eager")

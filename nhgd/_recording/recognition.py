@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nhgd._randomness import generators_restored
 from nhgd._recording.lagged_cross import LaggedCross
 from nhgd._recording.weighing import Weighing
+from nhgd._tree import tensors
 from nhgd.losses import Losses
 from nhgd.objective import Objective
-from nhgd.problem import Bilevel
 
 Role: TypeAlias = Literal["weights", "ridge", "none", "other"]
 
@@ -53,21 +53,36 @@ def recognise(weighing: Weighing, objective: Objective, in_step: bool) -> Recogn
     with generators_restored(theta.device), weighing.problem.guarded(seed=0), torch.enable_grad():
         with theta.nearby():
             try:
-                losses = _losses(objective)
+                losses, dtypes = _losses(objective)
                 strange = not bool(torch.isfinite(losses.values).all())
             except Exception:  # the user's function may not know such a place
                 strange = True
             if not objective.anywhere(strange):
-                return _compared(weighing, objective, losses, in_step)
-        return _compared(weighing, objective, _losses(objective), in_step)
+                return _compared(weighing, objective, losses, dtypes, in_step)
+        return _compared(weighing, objective, *_losses(objective), in_step)
 
 
-def _losses(objective: Objective) -> Losses:
-    with objective.drawing():
-        return objective.problem.losses(objective.batch)
+def _losses(objective: Objective) -> tuple[Losses, set[torch.dtype]]:
+    """The losses, and the dtypes that modules compute them in, wherever autocast is entered."""
+    dtypes = {leaf.dtype for leaf in objective.problem.theta.leaves}
+
+    def note(module: nn.Module, args: object, output: object) -> None:
+        dtypes.update(t.dtype for t in tensors(output) if t.is_floating_point())
+
+    hook = nn.modules.module.register_module_forward_hook(note)
+    try:
+        with objective.drawing():
+            losses = objective.problem.losses(objective.batch)
+    finally:
+        hook.remove()
+    if losses.outputs is not None and losses.outputs.is_floating_point():
+        dtypes.add(losses.outputs.dtype)
+    return losses, dtypes
 
 
-def _compared(weighing: Weighing, objective: Objective, losses: Losses, in_step: bool) -> Recognition:
+def _compared(
+    weighing: Weighing, objective: Objective, losses: Losses, dtypes: set[torch.dtype], in_step: bool
+) -> Recognition:
     """Compare the cross derivative along a random vector with that from the gradient's graph."""
     theta = weighing.problem.theta
     role = _role(weighing, objective, losses)
@@ -92,7 +107,7 @@ def _compared(weighing: Weighing, objective: Objective, losses: Losses, in_step:
     size = _norm(true)
     difference = _norm([a - b for a, b in zip(found, true, strict=True)])
     difference = difference / size if size else difference
-    if not difference <= _tolerance(weighing.problem, losses):
+    if not difference <= _tolerance(dtypes):
         note = f"without it, the cross derivative differs by {difference:.2g} of its length"
         return Recognition("other", source, difference, note)
     return Recognition(role, source, difference)
@@ -109,11 +124,8 @@ def _role(weighing: Weighing, objective: Objective, losses: Losses) -> Role:
     return "ridge" if any(isinstance(c, Tensor) and weighing.reaches_v(c) for c in coefficients) else "none"
 
 
-def _tolerance(problem: Bilevel, losses: Losses) -> float:
+def _tolerance(dtypes: set[torch.dtype]) -> float:
     """Far above rounding, and far below any difference that another formula makes."""
-    dtypes = {leaf.dtype for leaf in problem.theta.leaves}
-    if losses.outputs is not None and losses.outputs.is_floating_point():
-        dtypes.add(losses.outputs.dtype)  # autocast
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     return 1e-6 if eps < 1e-10 else max(1e-3, 8 * eps)
 

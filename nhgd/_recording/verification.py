@@ -25,6 +25,7 @@ from nhgd.data.batch import Batch
 from nhgd.errors import InputError
 from nhgd.likelihood import AbstractLikelihood
 from nhgd.losses import Losses
+from nhgd.problem import FEW
 from nhgd.record import FoldedLayer, LayerRecord
 
 FORMS = 16  # of the graph that are verified when they first appear; later ones now and then
@@ -160,7 +161,8 @@ class Verification:
 
         Of a large model, a few samples show as much.
         """
-        few = None if seen.batch_objective else self.taps.problem.few(batch)
+        # Statistics that a batch is normalised by are held, but should be of several samples.
+        few = self.taps.problem.few(batch, 2 * FEW) if seen.batch_objective else self.taps.problem.few(batch)
         if few is not None:
             try:
                 return self._verified_on(few, seen.form)

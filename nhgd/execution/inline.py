@@ -7,12 +7,14 @@ from typing import Any, ClassVar, final
 from typing_extensions import override
 
 from nhgd import _tape as tape
+from nhgd._beside import forget
 from nhgd.data_parallel import AbstractTeam, Team
 from nhgd.execution._divided import DividedLayers
 from nhgd.execution._remote import asking
 from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.base import AbstractExecutor, Curvature, Traffic
 from nhgd.execution.group import Group
+from nhgd.inverse._learned import concurrent
 from nhgd.inverse._learned.division import SupportsDivision
 from nhgd.inverse.base import AbstractInverse
 from nhgd.inverse.capabilities import begun, reduces
@@ -55,6 +57,7 @@ class Inline(AbstractExecutor):
         if self.divide and learner is not None and isinstance(team, Team):
             self._divided = DividedLayers(learner, theta, team)
         self._busy = Stopwatch(theta.device)
+        self._later: list[concurrent.Later] = []
 
     @property
     @override
@@ -63,6 +66,7 @@ class Inline(AbstractExecutor):
 
     @override
     def begin(self) -> None:
+        self._settle()
         if self.learner is not None:
             self._state = begun(self.learner, self._state)
 
@@ -75,18 +79,28 @@ class Inline(AbstractExecutor):
             self._count()
             return
         taken = record if reduces(self.learner) else gathered(record)
+        self._settle()
         if tape.tape() is None:
-            with self._busy.running():
+            with self._busy.running(), concurrent.deferring() as self._later:
                 self._state = self.learner.observe(self._state, taken)
         else:
             self._state = self.learner.observe(self._state, taken)
         tape.effect(self._count)
+
+    def _settle(self) -> None:
+        """Wait for what the last record has left to be finished before its state is used."""
+        for finish in self._later:
+            with self._busy.running():
+                self._state = finish(self._state)
+            forget()
+        self._later = []
 
     def _count(self) -> None:
         self.traffic.records += 1
 
     @override
     def state(self, wait: bool = False) -> tuple[Any, int]:
+        self._settle()
         return self._state, 0
 
     @override
@@ -94,6 +108,7 @@ class Inline(AbstractExecutor):
         """The current state, with its preparation for the solve divided among workers if possible."""
         if self._divided is not None:
             return Curvature(asking(self.inverse, self._divided.solve), self._state, 0)
+        self._settle()
         state, pool = self._state, self.group.pool
         if pool is not None and isinstance(self.learner, SupportsDivision):
             state = self.learner.divided(state, pool)
@@ -101,7 +116,7 @@ class Inline(AbstractExecutor):
 
     @override
     def restore(self, state: Any) -> None:
-        self._state = state
+        self._state, self._later = state, []
 
     @override
     def measured(self) -> Traffic:

@@ -13,8 +13,8 @@ from typing_extensions import override
 from nhgd import _tape as tape
 from nhgd._validation import counted
 from nhgd.errors import InputError
-from nhgd.inverse._learned import shifted, together
-from nhgd.inverse._learned.eigenbasis import Basis, Solve, decomposed, decompositions, refreshed
+from nhgd.inverse._learned import concurrent, shifted, together
+from nhgd.inverse._learned.eigenbasis import Basis, Solve, begun, decomposed, decompositions, refreshed
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.layer_ridge import LayerRidge, Uneven
@@ -170,13 +170,24 @@ class KFAC(AbstractKronecker[KroneckerState]):
             layers = [
                 layer for i, layer in enumerate(state.inputs) if i % turn[1] == turn[0] or layer not in state.bases
             ]
-            bases = refreshed(state, effort.refreshes(state.observed)) | self._bases(state, layers, pool)
-            return replace(state, bases=bases)
+            state = replace(state, bases=refreshed(state, effort.refreshes(state.observed)))
+            return self._deferred(state, layers, pool)
         if self.is_due(state.observed):
             return replace(state, bases=tape.eager(lambda: self._bases(state, state.inputs, pool)))
         if effort is None:
             return state
         return replace(state, bases=refreshed(state, effort.refreshes(state.observed)))
+
+    def _deferred(self, state: KroneckerState, layers: list[str], pool: Pool | None) -> KroneckerState:
+        """The state with new bases of these layers; or with the old, where the next solve may wait for new ones."""
+        later = concurrent.later()
+        own = pool is None and all(layer in state.bases for layer in layers)
+        own = own and concurrent.pays([state.inputs[layer] for layer in layers])
+        if later is None or not own or self.offload or self.kept_dtype is not None:
+            return replace(state, bases=state.bases | self._bases(state, layers, pool))
+        finished = begun(state, layers)
+        later.append(lambda now: replace(now, bases=now.bases | _plain(finished())))
+        return state
 
     @override
     def _prepared(self, state: KroneckerState, ridge: Ridge) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
@@ -192,7 +203,7 @@ class KFAC(AbstractKronecker[KroneckerState]):
         return super()._prepared(state, ridge)
 
     def _bases(self, state: KroneckerState, layers: Iterable[str], pool: Pool | None) -> dict[str, dict[str, Tensor]]:
-        return {layer: basis._asdict() for layer, basis in decompositions(state, layers, pool).items()}
+        return _plain(decompositions(state, layers, pool))
 
     def divided(self, state: KroneckerState, pool: Pool) -> KroneckerState:
         """The state with the eigendecompositions that a solve would make of it, divided over a pool."""
@@ -213,7 +224,7 @@ class KFAC(AbstractKronecker[KroneckerState]):
         if not together.pays(next(iter(state.inputs.values())).device):
             return []
         known = {layer: extra for layer, extra in extras.items() if layer in state.bases and extra > 0}
-        return together.stacked(state, known) if known else []
+        return together.stacked(state, known, not self.offload) if known else []
 
     def _layer_solver(self, state: KroneckerState, layer: str, extra: float) -> Solve:
         if self.solver == "eigen":
@@ -306,3 +317,7 @@ class KFAC(AbstractKronecker[KroneckerState]):
                 " damping, or dtype=torch.float64."
             )
         return lower
+
+
+def _plain(bases: Mapping[str, Basis]) -> dict[str, dict[str, Tensor]]:
+    return {layer: basis._asdict() for layer, basis in bases.items()}

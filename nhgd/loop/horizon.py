@@ -26,9 +26,8 @@ UNDETERMINED = 1e3
 LONGEST = (1e8, 1e4)
 EVERY = 4  # outer steps from one reading to the next, after the first few
 SHARE = 0.05  # of the inner loop's gradients that may be spent on measuring
-SHARE_OF_LARGE = (
-    0.02  # the same for a large model, where products are of few samples and take longer than those gradients
-)
+# The same for a large model: the products of few samples take up to twice as long as these gradients, by their calls.
+SHARE_OF_LARGE = 0.01
 PRODUCT = 2.5  # gradients that a Hessian product with a graph of its own is worth
 POOR, GOOD = 0.25, 0.75  # shares of the predicted gain, as Levenberg and Marquardt have them
 TRUST = (1.0, 1e6)

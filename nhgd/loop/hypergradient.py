@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nhgd import _tape as tape
+from nhgd._beside import marked
 from nhgd.data.batch import Batch
 from nhgd.errors import NhgdError, RunError
 from nhgd.execution.base import SupportsOverlap
@@ -56,59 +57,62 @@ def hypergradient(
         outer_batches: over how many outer batches the gradients of the outer loss are averaged.
     """
     executor = loop.executor
-    waiting = isinstance(executor, SupportsOverlap) and executor.inner_loop_ended()
-    at = loop.oracle(batches, loop.outer.next())
-    others = [loop.oracle([None], loop.outer.next()) for _ in range(outer_batches - 1)]
-    horizon = horizon if follows_horizon(loop.inverse) else None
-    if horizon is not None:
-        known, ridge = horizon, at.ridge.positive
-        if loop.theta.asks_moments:
-            tape.eager(lambda: None)  # the optimiser's moments must be complete here
-
-    def damp() -> None:
+    alone = executor.background is False and loop.division.workers == 1 and tape.tape() is None
+    # Numbers of the inner loop are read while a GPU works on the outer loss.
+    with marked(loop.problem.theta.device, alone):
+        waiting = isinstance(executor, SupportsOverlap) and executor.inner_loop_ended()
+        at = loop.oracle(batches, loop.outer.next())
+        others = [loop.oracle([None], loop.outer.next()) for _ in range(outer_batches - 1)]
+        horizon = horizon if follows_horizon(loop.inverse) else None
         if horizon is not None:
-            at.damp(tape.number(lambda: known.damping(loop.theta.travelled(), ridge)))
+            known, ridge = horizon, at.ridge.positive
+            if loop.theta.asks_moments:
+                tape.eager(lambda: None)  # the optimiser's moments must be complete here
 
-    if tape.tape() is not None:
-        damp()
-    try:
-        outer, value = _outer(loop, [at, *others], horizon, halves)
-        if tape.tape() is None:
-            damp()  # which asks numbers of a device, that has more to do by now
-        along = None if cross is None else cross(at)
-        if along is None and waiting:  # else the graph would only take memory
-            at.prepare()
-    except NhgdError:
-        raise
-    except Exception as error:
-        # The user's function may fail at a theta for which an earlier record already explains the error.
-        own = RunError(str(error))
-        cause = executor.root_cause(own)
-        if cause is own:
+        def damp() -> None:
+            if horizon is not None:
+                at.damp(tape.number(lambda: known.damping(loop.theta.travelled(), ridge)))
+
+        if tape.tape() is not None:
+            damp()
+        try:
+            outer, value = _outer(loop, [at, *others], horizon, halves)
+            if tape.tape() is None:
+                damp()  # which asks numbers of a device, that has more to do by now
+            along = None if cross is None else cross(at)
+            if along is None and waiting:  # else the graph would only take memory
+                at.prepare()
+        except NhgdError:
             raise
-        raise cause from error
-    inverse, curvature, lag = executor.curvature()
-    extra: dict[str, Any] = {}
-    adjust = None
-    if horizon is not None and inverse.learner is inverse:
-        solver = partial(preconditioner, inverse, curvature, at)
-        adjust = partial(_adjusted, loop, horizon, at if along is None else _own(at), outer.theta, solver, extra)
-    found = implicit(at, inverse, curvature, start, along, outer, loop.solve_warnings, adjust)
-    notes = {
-        "residual": tape.defer(lambda stats: stats.residual, found.stats),
-        "poor_solve": tape.defer(lambda stats: stats.trouble is not None, found.stats),
-    } | extra
-    if horizon is not None and found.adjoint is not None:
-        known, damping = horizon, at.damping
-        notes |= {
-            "damping": tape.host_value(lambda: tape.now(damping)),
-            "horizon": tape.host_value(lambda: known.horizon_loops),
-        }
-        horizon.observe(found.adjoint)
-        horizon.gain.observe(value, loop.problem.v.flatten(found.leaves), loop.problem.v.flat())
-        tape.at_end(lambda: known.read(loop.clock.k))
-        tape.defer(lambda value: loop.solve_warnings.warn(known.warning_for(value)), found.value)
-    return OuterGradient(found, lag, notes)
+        except Exception as error:
+            # The user's function may fail at a theta for which an earlier record already explains the error.
+            own = RunError(str(error))
+            cause = executor.root_cause(own)
+            if cause is own:
+                raise
+            raise cause from error
+        inverse, curvature, lag = executor.curvature()
+        extra: dict[str, Any] = {}
+        adjust = None
+        if horizon is not None and inverse.learner is inverse:
+            solver = partial(preconditioner, inverse, curvature, at)
+            adjust = partial(_adjusted, loop, horizon, at if along is None else _own(at), outer.theta, solver, extra)
+        found = implicit(at, inverse, curvature, start, along, outer, loop.solve_warnings, adjust)
+        notes = {
+            "residual": tape.defer(lambda stats: stats.residual, found.stats),
+            "poor_solve": tape.defer(lambda stats: stats.trouble is not None, found.stats),
+        } | extra
+        if horizon is not None and found.adjoint is not None:
+            known, damping = horizon, at.damping
+            notes |= {
+                "damping": tape.host_value(lambda: tape.now(damping)),
+                "horizon": tape.host_value(lambda: known.horizon_loops),
+            }
+            horizon.observe(found.adjoint)
+            horizon.gain.observe(value, loop.problem.v.flatten(found.leaves), loop.problem.v.flat())
+            tape.at_end(lambda: known.read(loop.clock.k))
+            tape.defer(lambda value: loop.solve_warnings.warn(known.warning_for(value)), found.value)
+        return OuterGradient(found, lag, notes)
 
 
 def _outer(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from nhgd import _tape as tape
+from nhgd._beside import beside
 from nhgd._shards import whole
 from nhgd._validation import is_class, shown
 from nhgd.errors import InputError
@@ -93,9 +94,10 @@ class Mover:
                 # Each device is asked once.
                 kept = [moment for moment, _ in moments]
                 devices = {moment.device for moment in kept}
-                each = [_root_and_sum([m for m in kept if m.device == device]).cpu() for device in devices]
-                roots, squares = torch.stack(each).sum(0)
-                step = float(whole(moments[0][1])) if moments[0][1] is not None else 1.0
+                with beside():
+                    each = [_root_and_sum([m for m in kept if m.device == device]).cpu() for device in devices]
+                    roots, squares = torch.stack(each).sum(0)
+                    step = float(whole(moments[0][1])) if moments[0][1] is not None else 1.0
                 unbiased = 1 - decay**step if decay else 1.0
                 ratio = float(roots / squares.clamp_min(torch.finfo(torch.float64).tiny)) * unbiased**0.5
                 factor = ratio if squares > 0 else 1.0

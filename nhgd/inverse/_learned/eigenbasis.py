@@ -169,9 +169,14 @@ def decompositions(state: KroneckerState, layers: Iterable[str], pool: Pool | No
     return {name: Basis(*found[2 * i], *found[2 * i + 1]) for i, name in enumerate(names)}
 
 
-@torch.no_grad()
 def _together(state: KroneckerState, layers: Sequence[str]) -> dict[str, Basis]:
     """`decomposed` for several layers: a factor that they share once, and small ones of one shape in one call."""
+    return begun(state, layers)()
+
+
+@torch.no_grad()
+def begun(state: KroneckerState, layers: Sequence[str]) -> Callable[[], dict[str, Basis]]:
+    """The same as a function that waits for the decompositions which run on streams of their own, if any do."""
     shared: dict[int, int] = {}  # of factors, by the tensor that the state holds
     factors: list[tuple[str, Tensor]] = []
     places: list[tuple[int, int]] = []
@@ -182,24 +187,36 @@ def _together(state: KroneckerState, layers: Sequence[str]) -> dict[str, Basis]:
             factors.append((layer, a))
         places.append((shared[id(state.inputs[layer])], len(factors)))
         factors.append((layer, g))
-    alike: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
-    found: dict[int, tuple[Tensor, Tensor]] = {}
+    beside = None
     if concurrent.pays([factor for _, factor in factors]):
-        beside = concurrent.decomposed_beside(factors, eigenvalues)
-        found = {i: (values.clamp_min(0), vectors) for i, (values, vectors) in enumerate(beside)}
+        beside = concurrent.begun_beside(factors, eigenvalues)
+
+    @torch.no_grad()
+    def finished() -> dict[str, Basis]:
+        if beside is None:
+            found = _decomposed_by_shape(factors)
+        else:
+            found = [(values.clamp_min(0), vectors) for values, vectors in beside()]
+        bases = {}
+        for layer, (i, j) in zip(layers, places, strict=True):
+            (a, q_a), (g, q_g) = found[i], found[j]
+            (q_a, q_g), (a, g) = state.paired(layer, q_a, q_g), state.paired(layer, a, g)
+            bases[layer] = Basis(q_a, a, q_g, g)
+        return bases
+
+    return finished
+
+
+def _decomposed_by_shape(factors: Sequence[tuple[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Eigenvalues and eigenvectors of named factors, (G, n, n)."""
+    alike: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
     for i, (_, factor) in enumerate(factors):
         n = factor.shape[1]
-        if i not in found:
-            alike.setdefault((n if n <= TOGETHER else -1 - i, factor.dtype, factor.device), []).append(i)
+        alike.setdefault((n if n <= TOGETHER else -1 - i, factor.dtype, factor.device), []).append(i)
+    found: dict[int, tuple[Tensor, Tensor]] = {}
     for members in alike.values():
-        for i, one in zip(members, _eigenvalues_of([factors[i] for i in members]), strict=True):
-            found[i] = one
-    bases = {}
-    for layer, (i, j) in zip(layers, places, strict=True):
-        (a, q_a), (g, q_g) = found[i], found[j]
-        (q_a, q_g), (a, g) = state.paired(layer, q_a, q_g), state.paired(layer, a, g)
-        bases[layer] = Basis(q_a, a, q_g, g)
-    return bases
+        found |= zip(members, _eigenvalues_of([factors[i] for i in members]), strict=True)
+    return [found[i] for i in range(len(factors))]
 
 
 def _eigenvalues_of(factors: Sequence[tuple[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:

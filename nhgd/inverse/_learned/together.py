@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nhgd import _tape as tape
+from nhgd._beside import beside
 from nhgd.inverse._learned import eigenbasis
 from nhgd.inverse._learned.eigenbasis import Basis, Solve, eigenvalues, scores_first, staircase
 from nhgd.inverse._learned.kronecker_state import KroneckerState
@@ -44,18 +45,21 @@ class _Pairs(NamedTuple):
 
 
 @torch.no_grad()
-def stacked(state: KroneckerState, extras: Mapping[str, float]) -> list[Stack]:
+def stacked(state: KroneckerState, extras: Mapping[str, float], at_rest: bool = False) -> list[Stack]:
     """What `Basis.rescaled` and then `dominant_solver` make of each layer, or `solver` where digits do not suffice.
 
     Args:
         extras: what is added to the diagonal, above 0, for each layer that has a basis.
+        at_rest: whether the state is as it was at the mark of `nhgd._beside`.
     """
     shapes: dict[tuple[int, ...], list[str]] = {}
     for layer in extras:
         kept = state.bases[layer]
         shapes.setdefault((kept["score_values"].shape[1], kept["input_values"].shape[1]), []).append(layer)
-    groups = [(layers, _pairs(state, layers, extras)) for layers in shapes.values()]
-    read = torch.cat([pairs.counts.flatten() for _, pairs in groups]).cpu()
+    with beside(at_rest) as used:
+        groups = [(layers, _pairs(state, layers, extras)) for layers in shapes.values()]
+        read = torch.cat([pairs.counts.flatten() for _, pairs in groups]).cpu()
+        used += [t for _, pairs in groups for t in (pairs.of_inputs, pairs.of_scores, pairs.extra)]
     counts = read.split([pairs.counts.numel() for _, pairs in groups])
     return [
         Stack(layers, _solver(pairs, found.reshape(pairs.counts.shape)))
@@ -94,7 +98,7 @@ def _solver(pairs: _Pairs, counts: Tensor) -> Solve:
     def solve(b: Tensor) -> Tensor:
         x = b / pairs.extra
         for kind, chosen in members.items():
-            at = chosen.to(b.device)
+            at = chosen.to(b.device, non_blocking=True)  # the host goes on
             own = b if len(members) == 1 else b[at]
             bases = [pairs.bases[i] for i in chosen.tolist()]
             extra = pairs.extra[at]
