@@ -31,12 +31,11 @@ GAIN = 0.01
 
 def milliseconds(work: Callable[[], Any], device: torch.device, times: int) -> float:
     """The median time of a call, by the device's own clock where it has one."""
-    for _ in range(3):
-        work()
     found: list[float] = []
-    for _ in range(times):
-        if device.type == "cuda":
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if device.type == "cuda" else (None, None)
+    for _ in range(3 + times):
+        if begun is not None and ended is not None:  # the same ones, so that making them is not in it
+            torch.cuda.synchronize()
             begun.record()
             work()
             ended.record()
@@ -46,7 +45,7 @@ def milliseconds(work: Callable[[], Any], device: torch.device, times: int) -> f
             started = time.perf_counter()
             work()
             found.append(1e3 * (time.perf_counter() - started))
-    return median(found)
+    return median(found[3:])
 
 
 def captured(work: Callable[[], Any]) -> Callable[[], Any]:

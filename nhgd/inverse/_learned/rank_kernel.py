@@ -12,7 +12,6 @@ in the time of an update.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -180,13 +179,8 @@ if triton is not None:
 def subtract(matrix: Tensor, roots: Tensor, scale: float) -> None:
     """A <- scale A - W^T W, in place, for W (n, D) and a symmetric A (D, D), both contiguous."""
     factor = torch.full((1,), scale, dtype=matrix.dtype, device=matrix.device)  # a number would become a float32
-    with _on(matrix.device):
+    with torch.cuda.device(matrix.device):
         _subtract(matrix, roots, factor)
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device."""
-    return nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
 
 
 def _subtract(matrix: Tensor, roots: Tensor, scale: Tensor) -> None:
@@ -234,7 +228,7 @@ def _added_up(sums: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def products(matrix: Tensor, rows: Tensor) -> Tensor:
     """R A, (n, D), for R (n, D) of `FEW` rows at most and a symmetric A (D, D), both contiguous."""
-    with _on(matrix.device):
+    with torch.cuda.device(matrix.device):
         return _added_up(_sums(matrix, rows), rows)[0]
 
 
@@ -242,7 +236,7 @@ def fold(matrix: Tensor, rows: Tensor, gains: Sequence[float]) -> Tensor:
     """`woodbury.fold_steps` for `FEW` rows at most, with a symmetric A and R contiguous."""
     count, size = rows.shape
     padded = _padded(count)
-    with _on(matrix.device):
+    with torch.cuda.device(matrix.device):
         sums = _sums(matrix, rows)  # what follows is launched while this is at work
         if count == 1:  # can be captured
             steps = sums.new_full((1,), gains[0])
