@@ -4,7 +4,9 @@
 
 The inverse A is D x D in float32. A step counts as one read and one write of A, whatever it does: the share of the copy's
 bandwidth is that of so many bytes in the time it took. One step computes A r, which reads A once more. Several steps that are
-folded together read and write A once, and read it once more for all of their products. `torch` is the same without the kernel.
+folded together read and write A once, and read it once more for all of their products. `torch` is the same without kernels.
+Each time is that of one call on an idle device, so what the host takes to launch counts; a captured step, as a captured run
+repeats it, is launched as one CUDA graph.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,12 +31,11 @@ GAIN = 0.01
 
 def milliseconds(work: Callable[[], Any], device: torch.device, times: int) -> float:
     """The median time of a call, by the device's own clock where it has one."""
-    for _ in range(3):
-        work()
-    found = []
-    for _ in range(times):
-        if device.type == "cuda":
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    found: list[float] = []
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if device.type == "cuda" else (None, None)
+    for _ in range(3 + times):
+        if begun is not None and ended is not None:  # the same ones, so that making them is not in it
+            torch.cuda.synchronize()
             begun.record()
             work()
             ended.record()
@@ -43,7 +45,19 @@ def milliseconds(work: Callable[[], Any], device: torch.device, times: int) -> f
             started = time.perf_counter()
             work()
             found.append(1e3 * (time.perf_counter() - started))
-    return median(found)
+    return median(found[3:])
+
+
+def captured(work: Callable[[], Any]) -> Callable[[], Any]:
+    """The work as one CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    return graph.replay
 
 
 def measured(size: int, steps: int, device: torch.device, times: int) -> dict[str, Any]:
@@ -65,13 +79,17 @@ def measured(size: int, steps: int, device: torch.device, times: int) -> dict[st
             continue
         woodbury._kernel = way  # type: ignore[assignment]  # the other way
         try:
-            one = milliseconds(lambda: fold_row(inverse, rows[0], GAIN), device, times)
+            step = partial(fold_row, inverse, rows[0], GAIN)
+            one = milliseconds(step, device, times)
+            repeated = milliseconds(captured(step), device, times) if device.type == "cuda" else one
             some = milliseconds(lambda: fold_steps(inverse, rows, [GAIN] * steps), device, times)
         finally:
             woodbury._kernel = original
         found[name] = {
             "one_step_milliseconds": one,
             "one_step_share_of_copy": copied / one,
+            "captured_step_milliseconds": repeated,
+            "captured_step_share_of_copy": copied / repeated,
             "folded_milliseconds": some,
             "folded_share_of_copy": steps * copied / some,
         }

@@ -4,9 +4,9 @@
     python -m benchmarks.growth draw docs/growth.png
 
 A weight for each sample of an MLP classifier, with random numbers for data. One size varies at a time, in powers of two, and
-the others stay at the middle of their range. Time is CPU time, the median of several outer steps; memory is the most that torch
-held at once in the first two of them, data included. Slopes are fitted on double logarithms, to
-the upper half of the sizes, where fixed costs count less; a slope of 1 is linear.
+the others stay at the middle of their range. Time is CPU time, the median of several outer steps, which the sizes take in
+turns; memory is the most that torch held at once in the first two of them, data included. Slopes are fitted on double
+logarithms, to the upper half of the sizes, where fixed costs count less; a slope of 1 is linear.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from nhgd.algorithm import NHGD
 from nhgd.inverse import FisherWindow
 
 AXES: dict[str, list[int]] = {
-    "width": [32, 64, 128, 256, 512],
-    "samples": [2_000, 4_000, 8_000, 16_000, 32_000],
-    "inner_steps": [4, 8, 16, 32, 64],
-    "window": [32, 64, 128, 256, 512],
+    "width": [32, 64, 128, 256, 512, 1024],
+    "samples": [2_000, 4_000, 8_000, 16_000, 32_000, 64_000],
+    "inner_steps": [16, 32, 64, 128, 256, 512, 1024, 2048],
+    "window": [32, 64, 128, 256, 512, 1024],
 }
 MIDDLE = {"width": 128, "samples": 8_000, "inner_steps": 10, "window": 128}
-COLUMNS, CLASSES, BATCH, STEPS = 64, 10, 256, 7
+COLUMNS, CLASSES, BATCH, STEPS, FIRST = 64, 10, 256, 13, 2
 
 
 def inner(model: nn.Module, v: Tensor, batch: Any) -> nhgd.Losses:
@@ -68,19 +68,25 @@ def made(given: dict[str, int], full: bool, window: bool) -> nhgd.Solver:
     )
 
 
-def point(axis: str, size: int) -> dict[str, float]:
+def measured(axis: str, sizes: list[int]) -> list[dict[str, float]]:
     """Seconds and megabytes of an outer step where one size is not the middle one; not both in the same run."""
-    given = MIDDLE | {axis: size}
-    with PeakMemory() as memory:
-        run = made(given, axis == "samples", axis == "window")
-        run.run(steps=2, progress=False)
-    run, spent = made(given, axis == "samples", axis == "window"), list[float]()
-    for _ in range(STEPS):
-        started = time.process_time()
-        run.step()
-        spent.append(time.process_time() - started)
-    parameters = run.problem.theta.numel
-    return {"size": size, "parameters": parameters, "seconds": median(spent[2:]), "megabytes": memory.bytes / 2**20}
+    full, window = axis == "samples", axis == "window"
+    megabytes = []
+    for size in sizes:
+        with PeakMemory() as memory:
+            made(MIDDLE | {axis: size}, full, window).run(steps=2, progress=False)
+        megabytes.append(memory.bytes / 2**20)
+    runs = [made(MIDDLE | {axis: size}, full, window) for size in sizes]
+    spent: list[list[float]] = [[] for _ in runs]
+    for _ in range(STEPS):  # in turns, so that what else the machine does meets all of them
+        for run, seconds in zip(runs, spent, strict=True):
+            started = time.process_time()
+            run.step()
+            seconds.append(time.process_time() - started)
+    return [
+        {"size": size, "parameters": run.problem.theta.numel, "seconds": median(seconds[FIRST:]), "megabytes": held}
+        for size, run, seconds, held in zip(sizes, runs, spent, megabytes, strict=True)
+    ]
 
 
 def slope(points: list[dict[str, float]], key: str, by: str) -> float:
@@ -94,8 +100,8 @@ def slope(points: list[dict[str, float]], key: str, by: str) -> float:
 def measure(out: Path) -> None:
     found: dict[str, Any] = {}
     for axis, sizes in AXES.items():
-        point(axis, sizes[0])  # what a process does once
-        points = [point(axis, size) for size in sizes]
+        measured(axis, sizes[:1])  # what a process does once
+        points = measured(axis, sizes)
         by = "parameters" if axis == "width" else "size"
         slopes = {key: slope(points, key, by) for key in ("seconds", "megabytes")}
         found[axis] = {"points": points, "by": by, "slopes": slopes}

@@ -180,10 +180,12 @@ def few_digits(result: dict) -> str:
 
 
 def growth(result: dict) -> str:
-    lines = ["| size | slope of time | slope of memory |", "| --- | --- | --- |"]
+    lines = ["| size | fitted from | to | slope of time | slope of memory |", "| --- | --- | --- | --- | --- |"]
     for axis, found in result["axes"].items():
         name = "parameters" if axis == "width" else axis.replace("_", " ")
-        lines.append(f"| {name} | {found['slopes']['seconds']:.2f} | {found['slopes']['megabytes']:.2f} |")
+        upper = [point[found["by"]] for point in found["points"]][len(found["points"]) // 2 :]
+        sizes = f"{upper[0]:,} | {upper[-1]:,}"
+        lines.append(f"| {name} | {sizes} | {found['slopes']['seconds']:.2f} | {found['slopes']['megabytes']:.2f} |")
     return "\n".join(lines)
 
 

@@ -167,24 +167,62 @@ class TestOnTheGPU:
         pytest.importorskip("triton")
         results = {}
         for kernel in (True, False):
-            taken = []
+            taken, subtracted = [], []
             if kernel:
                 module = woodbury._kernel()
                 assert module is not None
-                original = module.subtract
-                monkeypatch.setattr(module, "subtract", partial(noted, taken, original))
+                monkeypatch.setattr(module, "fold", partial(noted, taken, module.fold))
+                monkeypatch.setattr(module, "subtract", partial(noted, subtracted, module.subtract))
             else:
                 monkeypatch.setattr(woodbury, "_kernel", lambda: None)
             a = [start(size).to("cuda", dtype) for _ in range(3)]
             given = rows(5, size).to("cuda", dtype)
-            for row in given:
-                fold_row(a[0], row, 0.2)
+            numbers = [torch.stack([fold_row(a[0], row, 0.2) for row in given])]
             fold_rows(a[1], given, 0.2)
-            fold_steps(a[2], given, [0.2] * 5)
-            assert len(taken) == (7 if kernel else 0)
-            results[kernel] = a
+            numbers.append(fold_steps(a[2], given, [0.2] * 5))
+            assert (len(taken), len(subtracted)) == ((6, 1) if kernel else (0, 0))
+            results[kernel] = a, numbers
             monkeypatch.undo()
         tolerance = 1e-11 if dtype is torch.float64 else 1e-3
-        for found, wanted in zip(results[True], results[False], strict=True):
+        for found, wanted in zip(results[True][0], results[False][0], strict=True):
             assert torch.equal(found, found.T)
             assert float((found - wanted).norm() / wanted.norm()) < tolerance
+        for found, wanted in zip(results[True][1], results[False][1], strict=True):
+            assert torch.allclose(found, wanted, rtol=tolerance)
+
+    @pytest.mark.parametrize("count", [1, 2, 10, 16, 17])
+    def test_float32_is_near_float64_and_twice_the_same(self, count):
+        size, gains = 600, [1 / (k + 20) for k in range(count)]
+        wanted, given = start(size), rows(count, size)
+        found = [wanted.to("cuda", torch.float32) for _ in range(2)]
+        numbers = [fold_steps(a, given.to("cuda", torch.float32), gains) for a in found]
+        expected = fold_steps(wanted, given, gains)
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(numbers[0], numbers[1])
+        assert float((found[0].cpu() - wanted).norm() / wanted.norm()) < 1e-6
+        assert torch.allclose(numbers[0].cpu().double(), expected, rtol=1e-5)
+
+    def test_a_captured_update_is_the_eager_one(self):
+        size = 130
+        eager, repeated = (start(size).to("cuda", torch.float32) for _ in range(2))
+        row = torch.zeros(size, device="cuda")
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        fold_row(eager.clone(), row + 1, 0.2)  # compiled before
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            numbers = fold_row(repeated, row, 0.2)
+        for given in rows(4, size).to("cuda", torch.float32):
+            row.copy_(given)
+            graph.replay()
+            assert torch.equal(numbers, fold_row(eager, given, 0.2))
+            assert torch.equal(repeated, eager)
+
+    @pytest.mark.parametrize("place", [0, 7])
+    @pytest.mark.parametrize("value", [float("nan"), -50.0])
+    @pytest.mark.parametrize("count", [1, 3])
+    def test_the_guard_sees_an_array_that_is_lost(self, count, value, place):
+        inverse = torch.eye(130, device="cuda")
+        inverse[place, place] = value
+        numbers = fold_steps(inverse, torch.eye(130, device="cuda")[:count], [0.1] * count)
+        assert not bool((numbers[:, 2] > 0).any())  # the least entry of the diagonal
+        assert place != 0 or not bool(numbers[0, 1] > 0)  # what the first row divides by

@@ -21,6 +21,8 @@ def draw(paths: Sequence[Path], title: str, panels: Sequence[Mapping[str, Any]])
     """
     down = -(-len(panels) // ACROSS)
     with styled():
+        from matplotlib.ticker import LogLocator
+
         made = figure(4.1 * min(ACROSS, len(panels)) + 0.3, 3.5 * down + 0.3)
         places: Any = made.subplots(down, min(ACROSS, len(panels)), squeeze=False)
         flat = [axes for row in places for axes in row]
@@ -28,6 +30,7 @@ def draw(paths: Sequence[Path], title: str, panels: Sequence[Mapping[str, Any]])
             for index, line in enumerate(panel["lines"]):
                 _line(axes, line, index)
             axes.set(xscale="log", yscale="log", xlabel=panel["x"], ylabel=panel["y"], title=panel["title"])
+            axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))  # all nine would overlap where they are labelled
             axes.legend(fontsize=7.5)
         for axes in flat[len(panels) :]:
             axes.set_visible(False)

@@ -1,7 +1,7 @@
 """Updates of an inverse A = M^{-1} in place, as M <- (1 - g) M + g R^T R, without inverting.
 
 All of them begin with products R A and end in A <- scale A - W^T W, each of which is one pass over A. On a GPU with
-Triton they read one half of A, which is symmetric.
+Triton they read one half of A, which is symmetric, and an update by a few rows is five kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 
 BLOCK = 512  # rows and columns
 FEW = 64  # rows: with more of them, a matrix product is faster than the kernel
-FEW_PRODUCTS = 3  # rows: the same for products, where the kernel has half of the array to read
 
 
 @cache
@@ -47,8 +46,8 @@ def subtract_outer(matrix: Tensor, roots: Tensor, scale: float) -> None:
 
 def products(matrix: Tensor, rows: Tensor) -> Tensor:
     """R A, (n, D), for R (n, D) and a symmetric A."""
-    view = by_rows(matrix)
-    if matrix.is_cuda and len(rows) <= FEW_PRODUCTS and view is not None and _kernel() is not None:
+    view = _by_rows_for_kernels(matrix, rows)
+    if view is not None:
         found: Tensor = _kernel().products(view, rows.contiguous())
         return found
     return rows @ matrix if len(rows) > 1 else torch.mv(matrix, rows[0])[None]
@@ -58,7 +57,16 @@ def by_rows(symmetric: Tensor) -> Tensor | None:
     """The same memory as a contiguous array, whose columns may lie together, as LAPACK leaves them; None if it has
     gaps.
     """
-    return next((view for view in (symmetric, symmetric.T) if view.is_contiguous()), None)
+    if symmetric.is_contiguous():
+        return symmetric
+    return symmetric.T if symmetric.T.is_contiguous() else None
+
+
+def _by_rows_for_kernels(matrix: Tensor, rows: Tensor) -> Tensor | None:
+    """The same, where kernels take so many rows at once; None elsewhere."""
+    if not matrix.is_cuda or _kernel() is None or len(rows) > _kernel().FEW:
+        return None
+    return by_rows(matrix)
 
 
 def _by_halves(matrix: Tensor, roots: Tensor, scale: float) -> None:
@@ -79,6 +87,10 @@ def fold_row(inverse: Tensor, row: Tensor, gain: float) -> Tensor:
 
     Returns r.r, what the update divides by, which must be above 0, and the least and largest entry on A's diagonal.
     """
+    view = _by_rows_for_kernels(inverse, row[None])
+    if view is not None:
+        found: Tensor = _kernel().fold(view, row[None].contiguous(), [gain])[0]
+        return found
     keep = 1 - gain
     # With p = A r / (1 - g): A / (1 - g) - p p^T / (1 / g + p.r). Few kernels, because each costs more than it
     # computes.
@@ -119,6 +131,10 @@ def fold_steps(inverse: Tensor, rows: Tensor, gains: Sequence[float]) -> Tensor:
 
     Returns what `fold_row` does for each of the rows, (n, 4).
     """
+    view = _by_rows_for_kernels(inverse, rows)
+    if view is not None:
+        found: Tensor = _kernel().fold(view, rows.contiguous(), gains)
+        return found
     kept, kept_over_gain, left = [], [], 1.0
     for gain in gains:
         left *= 1 - gain
