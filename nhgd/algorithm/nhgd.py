@@ -88,8 +88,8 @@ class NHGD(AbstractAlgorithm):
     graph; "final" and "trajectory" then need no such graph either. The run's stats["cross"] report the result. The
     first outer step has no previous x: it uses its own, at the last theta over the same batches.
 
-    With damping="auto" both derivatives of f are means over several outer batches, if the outer samples determine v:
-    one, and one more for every ten inner steps, up to a pass over the outer data.
+    With damping="auto" both derivatives of f are means over several outer batches, if the outer samples determine v, or
+    theta arrives: one, and one more for every ten inner steps, up to a pass over the outer data.
 
     Args:
         inverse: a learned one; None: K-FAC if theta has Linear or Conv2d layers, else the window, with fisher="auto".
@@ -306,10 +306,10 @@ class NHGD(AbstractAlgorithm):
 
 
 def outer_batches(loop: Loop, horizon: Horizon, steps: int) -> int:
-    """How many outer batches a hypergradient takes: one, and if they determine v more for a tenth of the inner loop's
-    gradients, up to a pass over the data.
+    """How many outer batches a hypergradient takes: one, and if they determine v or theta arrives more for a tenth of
+    the inner loop's gradients, up to a pass over the data.
     """
-    if not follows_horizon(loop.inverse) or not horizon.determined:
+    if not follows_horizon(loop.inverse) or not horizon.averages:
         return 1
     within = loop.outer.batches
     return min(1 + steps // OUTER_SHARE, steps if within is None else max(within, 1))
