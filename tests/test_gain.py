@@ -174,3 +174,22 @@ def test_a_theta_that_is_not_watched_is_not_taken_to_arrive():
     for step in range(EARLY):
         horizon.read(step)  # of no halves
     assert not horizon.averages
+
+
+def test_products_along_a_running_mean_of_x_take_one_outer_batch():
+    def weighed(net: nn.Module, v: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> nhgd.Losses:
+        z = net(batch[0])
+        losses = F.cross_entropy(z, batch[1], reduction="none")
+        return nhgd.Losses(losses, weights=v.sigmoid()[batch[2]], outputs=z)
+
+    made = solver(20, 1, samples=14, inner_lr=1.0)
+    judge = lambda net, v, batch: F.cross_entropy(net(batch[0]), batch[1])  # noqa: E731
+    problem = nhgd.Bilevel(weighed, judge, nn.Linear(3, 2).double(), torch.zeros(12, dtype=torch.float64), l2=1e-2)
+    other = nhgd.Solver(
+        problem, made.loop.inner.source, made.loop.outer.source, NHGD(KFAC(overhead=None)), inner_steps=20, inner_lr=1.0
+    )
+    for _ in range(4):
+        other.step()
+    assert other.solution().stats["cross"]["way"] == "lagged"
+    assert other.state.horizon.averages
+    assert other.solution().stats["oracle_calls"]["outer_gradients"] == 4
