@@ -203,7 +203,7 @@ class Horizon:
         self.halves = self.halves.lerp(torch.stack([a.dot(a), a.dot(b)]), 1 - MEMORY)
         size, along = self.halves
         most = tape.on_device(tape.number(lambda: self.farthest / (1 + self.farthest)))
-        q = torch.where(size > 0, along / size, 0.0).clamp(min=0.0).clamp(max=most)  # type: ignore[arg-type]
+        q = torch.where(size > 0, along / size, 0.0).clamp(min=0.0).clamp(max=most)
         return (q / (1 - q)).to(second.dtype) * second
 
     @property
