@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +14,7 @@ import nhgd
 from nhgd.algorithm import NHGD
 from nhgd.inverse import KFAC
 from nhgd.loop.gain import Gain
-from nhgd.loop.horizon import Horizon
+from nhgd.loop.horizon import ARRIVES, EARLY, Horizon
 
 A = torch.diag(torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64))
 
@@ -80,7 +83,12 @@ def outer(net: nn.Module, v: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> t
 
 
 def solver(
-    inner_steps: int, batch: int | None, method: object = None, outer_data: object = None, samples: int = 42
+    inner_steps: int,
+    batch: int | None,
+    method: object = None,
+    outer_data: object = None,
+    samples: int = 42,
+    inner_lr: float = 0.1,
 ) -> nhgd.Solver:
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
@@ -90,7 +98,7 @@ def solver(
     x_outer, y_outer = x[12:samples], y[12:samples]
     data = nhgd.Data(x_outer, y_outer, batch=batch) if outer_data is None else outer_data(x_outer, y_outer)
     chosen = NHGD(KFAC(overhead=None)) if method is None else method
-    return nhgd.Solver(problem, nhgd.Data(x[:12], y[:12]), data, chosen, inner_steps=inner_steps, inner_lr=0.1)
+    return nhgd.Solver(problem, nhgd.Data(x[:12], y[:12]), data, chosen, inner_steps=inner_steps, inner_lr=inner_lr)
 
 
 def test_a_whole_pass_of_outer_batches_is_the_whole_data():
@@ -134,8 +142,54 @@ def test_a_source_of_unknown_length_gives_a_tenth_too():
     assert made.solution().stats["oracle_calls"]["outer_gradients"] == 3
 
 
-@pytest.mark.parametrize(("samples", "count"), [(14, 1), (15, 3)])
-def test_outer_samples_that_do_not_determine_v_are_not_averaged(samples, count):
-    made = solver(20, 1, samples=samples)  # three outer variables
-    made.step()
-    assert made.solution().stats["oracle_calls"]["outer_gradients"] == count
+@pytest.mark.parametrize(("samples", "inner_lr", "count"), [(14, 0.01, 1), (14, 1.0, 2), (15, 0.01, 3)])
+def test_outer_batches_that_do_not_determine_v_are_averaged_where_theta_arrives(samples, inner_lr, count):
+    """Three outer variables. An inner loop of twenty steps takes theta all the way, or hardly anywhere."""
+    made = solver(20, 1, samples=samples, inner_lr=inner_lr)
+    taken = []
+    for _ in range(8):
+        made.step()
+        taken.append(made.solution().stats["oracle_calls"]["outer_gradients"])
+    early = min(3, samples - 12)  # in the first steps as if it arrived
+    assert [b - a for a, b in pairwise([0, *taken])] == [early] * 5 + [count] * 3
+    assert (made.state.horizon.left <= ARRIVES) == (inner_lr == 1.0)
+
+
+@pytest.mark.parametrize(("factor", "left"), [(0.5, 1.0), (0.75, 3.0), (0.9, 9.0), (1.1, math.inf), (-0.4, 0.0)])
+def test_what_theta_has_still_to_go_is_a_geometric_series(factor, left):
+    horizon = Horizon.start(torch.device("cpu"), determined=False)
+    step = torch.full((2,), 0.5, dtype=torch.float64)
+    horizon.ahead(step, factor * step)
+    horizon.read(EARLY - 2)
+    assert horizon.left == pytest.approx(left)
+    assert horizon.averages  # too early to say
+    horizon.read(EARLY - 1)
+    assert horizon.averages == (factor < 0.8)
+    horizon.determined = True
+    assert horizon.averages
+
+
+def test_a_theta_that_is_not_watched_is_not_taken_to_arrive():
+    horizon = Horizon.start(torch.device("cpu"), determined=False)
+    for step in range(EARLY):
+        horizon.read(step)  # of no halves
+    assert not horizon.averages
+
+
+def test_products_along_a_running_mean_of_x_take_one_outer_batch():
+    def weighed(net: nn.Module, v: torch.Tensor, batch: tuple[torch.Tensor, ...]) -> nhgd.Losses:
+        z = net(batch[0])
+        losses = F.cross_entropy(z, batch[1], reduction="none")
+        return nhgd.Losses(losses, weights=v.sigmoid()[batch[2]], outputs=z)
+
+    made = solver(20, 1, samples=14, inner_lr=1.0)
+    judge = lambda net, v, batch: F.cross_entropy(net(batch[0]), batch[1])  # noqa: E731
+    problem = nhgd.Bilevel(weighed, judge, nn.Linear(3, 2).double(), torch.zeros(12, dtype=torch.float64), l2=1e-2)
+    other = nhgd.Solver(
+        problem, made.loop.inner.source, made.loop.outer.source, NHGD(KFAC(overhead=None)), inner_steps=20, inner_lr=1.0
+    )
+    for _ in range(4):
+        other.step()
+    assert other.solution().stats["cross"]["way"] == "lagged"
+    assert other.state.horizon.averages
+    assert other.solution().stats["oracle_calls"]["outer_gradients"] == 4

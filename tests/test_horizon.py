@@ -181,6 +181,39 @@ def test_outer_gradients_are_those_of_where_theta_is_going():
         torch.testing.assert_close(horizon.ahead(steps, factor * steps), ahead * factor * steps)
 
 
+@pytest.mark.parametrize(
+    ("rho", "caution", "determined", "halves"),
+    [
+        (0.0, 1.0, True, 2.0),
+        (-0.5, 1.0, True, 2.0),
+        (0.5, 1.0, True, 2 * 3**0.75),
+        (0.5, 1.9, True, 2 * 3**0.75 / 1.9),
+        (0.9, 1.0, True, 8.0),
+        (0.9, 1.0, False, 2.0),
+    ],
+)
+def test_they_are_taken_no_further_ahead_than_x_looks(rho, caution, determined, halves):
+    """2 m halves of an inner loop, between one loop and four; with less to go, where the series ends."""
+    horizon = Horizon.start(CPU, determined=determined)
+    horizon.rho, horizon.gain.caution = rho, caution
+    step = torch.tensor([0.5, 0.5]).double()
+    torch.testing.assert_close(horizon.ahead(step, 0.99 * step), halves * 0.99 * step)
+    horizon.halves.zero_()
+    torch.testing.assert_close(horizon.ahead(step, 0.6 * step), 1.5 * 0.6 * step)
+
+
+def test_theta_reaches_its_optimum_along_the_slow_direction():
+    """On a quadratic whose inner loop halves the way in four loops, four loops ahead is nearer to the end than one."""
+    rate, theta, end = 0.5**0.25, torch.tensor([3.0]).double(), torch.tensor([1.0]).double()
+    half, there = math.sqrt(rate), {}
+    for rho in (0.0, 0.99):
+        horizon = Horizon.start(CPU)
+        horizon.rho = rho
+        middle, last = (end + (theta - end) * half**k for k in (1, 2))
+        there[rho] = last + horizon.ahead(middle - theta, last - middle)
+    assert abs(there[0.99] - end) < 0.5 * abs(there[0.0] - end)
+
+
 @pytest.mark.parametrize("inner_steps", [1, 4, 5])
 def test_a_run_looks_ahead_by_the_halves_of_its_inner_loop(inner_steps, monkeypatch):
     """grad f is taken at theta_T + c (theta_T - theta_{T/2}); the rest of the formula at theta_T."""

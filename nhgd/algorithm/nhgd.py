@@ -90,8 +90,9 @@ class NHGD(AbstractAlgorithm):
     first outer step has no previous x, and the second one that of a theta which had hardly begun: both use their own,
     at the last theta over the last of these batches.
 
-    With damping="auto" both derivatives of f are means over several outer batches, if the outer samples determine v:
-    one, and one more for every ten inner steps, up to a pass over the outer data.
+    With damping="auto" both derivatives of f are means over several outer batches, if the outer samples determine v, or
+    theta arrives and the cross derivative is not "lagged": one, and one more for every ten inner steps, up to a pass
+    over the outer data.
 
     Args:
         inverse: a learned one; None: K-FAC if theta has Linear or Conv2d layers, else the window, with fisher="auto".
@@ -240,7 +241,7 @@ class NHGD(AbstractAlgorithm):
         # Products of the solve leave the graph of a gradient behind, from which a cross derivative is cheaper than a
         # pass.
         own = way != "final" or (plain and isinstance(inverse, Learned))
-        count = 1 if state.horizon is None else outer_batches(loop, state.horizon, steps)
+        count = 1 if state.horizon is None else outer_batches(loop, state.horizon, steps, way)
         found, lag, noted = hypergradient(
             loop, batches, state.adjoint, cross if own else None, state.horizon, halves, count
         )
@@ -306,11 +307,14 @@ class NHGD(AbstractAlgorithm):
         return loop.inner_step(objective, record=self.observe == "all", cross=lagged)
 
 
-def outer_batches(loop: Loop, horizon: Horizon, steps: int) -> int:
-    """How many outer batches a hypergradient takes: one, and if they determine v more for a tenth of the inner loop's
-    gradients, up to a pass over the data.
+def outer_batches(loop: Loop, horizon: Horizon, steps: int, way: str) -> int:
+    """How many outer batches a hypergradient takes: one, and if they determine v, or theta arrives, more for a tenth of
+    the inner loop's gradients, up to a pass over the data.
+
+    Lagged products follow a running mean of x if v is not determined, so they need no other.
     """
-    if not follows_horizon(loop.inverse) or not horizon.determined:
+    averages = horizon.determined or (horizon.averages and way != "lagged")
+    if not follows_horizon(loop.inverse) or not averages:
         return 1
     within = loop.outer.batches
     return min(1 + steps // OUTER_SHARE, steps if within is None else max(within, 1))

@@ -35,7 +35,9 @@ LENGTH = 100.0  # the largest factor by which x is rescaled
 SUSPECT = 0.5  # the residual from which on the learnt matrix is compared with none
 WORSE = 0.5  # of the gain of no matrix
 PERSISTENT = 0.9  # cosine
-AHEAD = 2.0  # halves of an inner loop
+AHEAD = 4.0  # inner loops; a straight line leads astray in the end
+EARLY = 5  # outer steps that the running means above remember
+ARRIVES = 4.0  # halves that theta may still have to go where the noise of outer batches is worth averaging
 FAR = 10.0  # length of a Newton step relative to theta
 STREAK = 3  # poor measurements in a row that cause a warning
 RISE = 3.0  # of the lowest outer loss
@@ -72,10 +74,15 @@ class Horizon:
     is going: if the second is q times as long as the first, the rest is a geometric series. So the outer gradients are
     those at
 
-        theta_T + min(q / (1 - q), 2) (theta_T - theta_{T/2}),     q = mean (s_1.s_2) / mean (s_1.s_1)
+        theta_T + min(q / (1 - q), 2 m, 8) (theta_T - theta_{T/2}),     q = mean (s_1.s_2) / mean (s_1.s_1)
 
     s_1 and s_2 being the two halves' ways and the means running over outer steps; nowhere else if q is not above 0.
-    That is one inner loop ahead at most, and nothing where theta arrives or only wanders with its batches.
+    That is as far ahead as x looks, four inner loops at most, and nothing where theta arrives or only wanders with its
+    batches.
+
+    q / (1 - q) also tells whether a v that is not determined is worth a hypergradient of several outer batches: up to
+    4, two inner loops. Above, theta is only passing, and less noise fits v to a theta that it will not be judged by.
+    The first five outer steps cannot tell, and take several: noise moves v farthest there.
 
     Now and then, for at most a twentieth of the inner loop's work, of a large model a fiftieth, Hessian products
     measure x against the damped system:
@@ -105,7 +112,8 @@ class Horizon:
 
     Attributes:
         cosine: the running mean, on the device of x; `rho` is its last reading.
-        halves: the running means of s_1.s_1 and s_1.s_2, there too.
+        halves: the running means of s_1.s_1 and s_1.s_2, there too; `left` is q / (1 - q) of their last reading, the
+            halves of inner loops that theta still has to go.
         gain: the fall of the outer loss beside its prediction.
         warm: whether theta is warm-started at each outer step.
         determined: whether the outer samples have at least as many labels as v has entries, or their number is unknown.
@@ -115,7 +123,8 @@ class Horizon:
         suspect, worse, plain: whether the learnt matrix is to be compared with none, how often in a row it was worse,
             and whether it is used no more.
         poor, far: how many measurements in a row found x poor, and theta far from its inner optimum.
-        steps: outer steps.
+        taken: outer steps that were read.
+        steps: outer steps that were judged.
         first, lowest, recent: the first outer loss, the lowest running mean of it, and the present one.
     """
 
@@ -127,6 +136,8 @@ class Horizon:
     adjoint: Tensor | None = None
     average: Tensor | None = None
     rho: float = 0.0
+    left: float = math.inf
+    taken: int = 0
     trust: float = 1.0
     scale: float = 1.0
     correction: Tensor | None = None
@@ -190,8 +201,14 @@ class Horizon:
         a, b = first.double(), second.double()
         self.halves = self.halves.lerp(torch.stack([a.dot(a), a.dot(b)]), 1 - MEMORY)
         size, along = self.halves
-        q = torch.where(size > 0, along / size, 0.0).clamp(0.0, AHEAD / (1 + AHEAD))
+        most = tape.on_device(tape.number(lambda: self.farthest / (1 + self.farthest)))
+        q = torch.where(size > 0, along / size, 0.0).clamp(min=0.0).clamp(max=most)
         return (q / (1 - q)).to(second.dtype) * second
+
+    @property
+    def farthest(self) -> float:
+        """The halves of inner loops that are looked ahead at most."""
+        return 2 * min(max(self.horizon_loops, 1.0), AHEAD)
 
     @property
     def kept(self) -> float:
@@ -201,8 +218,17 @@ class Horizon:
     def read(self, step: int) -> None:
         """The running means, every few outer steps alone."""
         if step < EVERY or step % EVERY == EVERY - 1:
-            self.rho, *means = torch.cat([self.cosine.reshape(1), self.gain.means]).tolist()
+            self.rho, size, along, *means = torch.cat([self.cosine.reshape(1), self.halves, self.gain.means]).tolist()
+            self.left = max(along, 0.0) / (size - along) if size > along else math.inf
             self.gain.read(means, self._persistence)
+        self.taken = step + 1
+
+    @property
+    def averages(self) -> bool:
+        """Whether a hypergradient takes several outer batches: v is determined, or theta arrives, or it is too early to
+        say.
+        """
+        return self.determined or self.taken < EARLY or self.left <= ARRIVES
 
     @property
     def persists(self) -> bool:
@@ -339,7 +365,7 @@ class Horizon:
 
     def signature(self, step: int, inner_steps: int) -> tuple[Any, ...]:
         """What decides which work an outer step does here, numbers aside."""
-        known = self.correction is None, self.adjoint is None, self.plain
+        known = self.correction is None, self.adjoint is None, self.plain, self.averages
         return (self.due(step, inner_steps) and (self.persists, self.compares), *known)
 
     def warning_for(self, loss: float) -> str | None:
