@@ -170,6 +170,7 @@ def test_where_it_is_measured():
     assert said(solver_of()) == {True}
     assert said(solver_of(NHGD(Refined(KFAC(), steps=2)))) == {True}
     assert said(solver_of(NHGD(FisherDiagonal()))) == {True}
+    assert said(solver_of(accumulate=2)) == {True}
     assert said(solver_of(outer_batch=5)) == {False}  # whose noise the steps average
     assert said(solver_of(samples=INNER)) == {False}  # which determine v
     assert said(solver_of(NHGD(KFAC(damping=1e-3)))) == {False}
