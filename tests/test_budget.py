@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -370,3 +371,37 @@ def test_calls_that_are_made_ahead_cost_nothing_beside_longer_work() -> None:
     with Priced(Prices(0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0)) as priced:
         _ = x.bfloat16() + x.bfloat16()
     assert priced.seconds == pytest.approx(15.0)  # numbers of half the bytes
+
+
+def test_layers_that_take_turns_are_decomposed_again_as_late_as_the_period_allows():
+    effort = Effort(every=13, invert_every=6, build_up=20, build_up_every=10, build_up_last=2, invert_at=(2, 5))
+    for layers in (1, 2, 6, 8):
+        made: dict[int, list[int]] = {i: [2, 5] for i in range(layers)}
+        for seen in range(6, 40):
+            turn, every = effort.share(seen) or (-1, 6)
+            for i in range(layers):
+                if i % every == turn:
+                    made[i].append(seen)
+        for i, times in made.items():
+            assert times[2] - 5 == 6 - i % 6
+            assert {later - one for one, later in pairwise(times[2:])} == {6}
+
+
+def test_one_wide_layer_is_decomposed_in_the_build_up_and_then_once_a_period(monkeypatch):
+    effort = Effort(every=5, invert_every=4, build_up=2, build_up_samples=3, invert_at=(1, 2))
+    seen: list[int] = []
+    original = eigenbasis.eigenvalues
+
+    def counted(name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(state.observed + 1)
+        return original(name, matrix)
+
+    monkeypatch.setattr(eigenbasis, "eigenvalues", counted)
+    problem, (x, y, index), _ = catalogue.of_classifier(nn.Linear(5, 3), features=5, shape=(5,), samples=SAMPLES)
+    inverse, recorder = KFAC(effort=effort, fisher="empirical"), Recorder(problem, "layer", "empirical")
+    state = inverse.init(problem.theta)
+    for _ in range(14):
+        record = Objective(problem, (x, y, index)).step(recorder).record
+        assert record is not None
+        state = inverse.observe(state, record)
+    assert sorted(set(seen)) == [1, 2, 6, 10, 14]

@@ -47,6 +47,9 @@ def test_the_first_outer_step_answers_for_one_inner_loop(make):
     settings = {"inner_lr": 0.2, "inner_steps": 4, "outer_lr": 0.1}
     solver = nhgd.Solver(problem, [inner], [outer], NHGD(inverse, observe="end", cross="final"), **settings)
     solver.state.horizon.ahead = lambda first, second: torch.zeros_like(second)  # of which there is a test below
+    solver.state.horizon.determined = (
+        True  # of what is left of u where it is not, tests/test_sampling_error.py has tests
+    )
     row = solver.step()
     assert row["damping"] == pytest.approx(1 / (0.2 * 4))
     assert row["horizon"] == 1.0
@@ -222,6 +225,7 @@ def test_a_run_looks_ahead_by_the_halves_of_its_inner_loop(inner_steps, monkeypa
     solver = nhgd.Solver(
         problem, [inner], [outer], NHGD(inverse, cross="final"), inner_steps=inner_steps, inner_lr=0.2, outer_lr=1e-9
     )
+    solver.state.horizon.determined = True
     theta, v = problem.theta.flat(), problem.v.flat()
     ways, taken = [theta], list[torch.Tensor]()
     outer_of = nhgd.oracle.Oracle.outer

@@ -56,9 +56,17 @@ class DividedLayers:
         return found
 
     @torch.no_grad()
-    def solve(self, state: Any, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
-        """x is the sum of what all have found, each zero outside of its own layers."""
+    def solve(
+        self, state: Any, u: Tensor, ridge: Ridge, error: Tensor | None = None
+    ) -> tuple[Tensor, SolveStats | None]:
+        """x is the sum of what all have found, each zero outside of its own layers.
+
+        With the squared sampling error of u by leaf, what of u exceeds it takes the place of x.
+        """
         learner = self._learner
+        if error is not None:
+            own = learner.significant(state, u, error)[0] if self._team.rank < self._parts else torch.zeros_like(u)
+            return self._team.sum([own])[0], None
         if learner.damping in (None, "auto") and not ridge.positive:  # then it follows from the whole model
             mean = torch.tensor(learner.mean_diagonal(state), dtype=torch.float64)
             learner = damped(learner, resolve_damping(None, ridge, float(self._team.sum([mean])[0])))

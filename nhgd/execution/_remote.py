@@ -15,7 +15,8 @@ from nhgd.record import FisherKind, InnerRecord, RecordKind
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
 
-Ask: TypeAlias = Callable[[Any, Tensor, Ridge], tuple[Tensor, SolveStats]]
+# (state, u, ridge, error=None) -> x and its statistics; with an error, what of u exceeds it, and None
+Ask: TypeAlias = Callable[..., tuple[Tensor, SolveStats | None]]
 
 
 @final
@@ -25,8 +26,7 @@ class RemoteInverse(Learned[Any]):
 
     Args:
         inverse: what keeps the state.
-        ask: (state, u, ridge) -> x and its statistics. The state is what the executor's `state` gives, perhaps only a
-            token of the true one.
+        ask: solves there. The state is what the executor's `state` gives, perhaps only a token of the true one.
     """
 
     inverse: Learned[Any]
@@ -59,7 +59,12 @@ class RemoteInverse(Learned[Any]):
     @override
     def solve(self, state: Any, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
         x, stats = self.ask(state, u, ridge)
+        assert stats is not None
         return x.to(u), stats
+
+    def significant(self, state: Any, u: Tensor, error: Tensor) -> tuple[Tensor, Any]:
+        """What of u exceeds its sampling error."""
+        return self.ask(state, u, Ridge(0.0), error)[0].to(u), state
 
     @override
     def memory(self, theta: Variable) -> int:

@@ -18,6 +18,7 @@ from nhgd.execution._remote import asking
 from nhgd.execution._stopwatch import Stopwatch
 from nhgd.execution.base import Curvature
 from nhgd.inverse.base import Learned, SolveStats
+from nhgd.inverse.capabilities import significant
 from nhgd.record import InnerRecord
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
@@ -65,6 +66,7 @@ class Device(AbstractBackground):
 
     def _prepare(self, theta: Variable) -> None:
         self._home = theta.device
+        self._places = theta.slices()
         if self.device is None:
             if theta.device.type != "cuda" or torch.cuda.device_count() < 2:
                 raise InputError(
@@ -154,14 +156,21 @@ class Device(AbstractBackground):
         found = super().curvature()
         return found._replace(inverse=asking(found.inverse, self._ask))
 
-    def _ask(self, state: Any, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
+    def _ask(
+        self, state: Any, u: Tensor, ridge: Ridge, error: Tensor | None = None
+    ) -> tuple[Tensor, SolveStats | None]:
         assert self.device is not None
         assert self.learner is not None
         self._count(u, ridge.tensor(u.dtype), u)  # x is as large as u
         if self._side is not None and u.device.type == "cuda":
             self._side.wait_stream(torch.cuda.current_stream(u.device))
         with self._there():
-            x, stats = self.learner.solve(state, u.to(self.device), ridge.to(self.device))
+            there = u.to(self.device)
+            stats: SolveStats | None = None
+            if error is None:
+                x, stats = self.learner.solve(state, there, ridge.to(self.device))
+            else:
+                x, _ = significant(self.learner, state, there, error.to(self.device), self._places)
             x = x.to(u.device)
         if self._side is not None and u.device.type == "cuda":
             torch.cuda.current_stream(u.device).wait_stream(self._side)

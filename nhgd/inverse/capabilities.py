@@ -5,13 +5,14 @@ An inverse that has one of these methods need not say so: it is enough that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from nhgd._recording.sampling import Sampling
 from nhgd._recording.streaming import Fold
+from nhgd.inverse._learned.significance import shrunk_by_leaf
 from nhgd.inverse.base import AbstractInverse, Iterative, Learned
 from nhgd.oracle import Oracle
 from nhgd.record import LayerRecord
@@ -184,6 +185,18 @@ class Reduces(Protocol):
         ...
 
 
+@runtime_checkable
+class TellsSignificance(Protocol[S]):
+    """A learned inverse that knows in which directions a gradient errs most."""
+
+    def significant(self, state: S, u: Tensor, error: Tensor) -> tuple[Tensor, S]:
+        """What of u exceeds its sampling error, and the state, with what a solve would have to find again.
+
+        error: the squared one of each leaf of theta, (leaves,).
+        """
+        ...
+
+
 def label(inverse: AbstractInverse) -> str:
     """A short name that distinguishes the inverse in a table."""
     return inverse.label if isinstance(inverse, SupportsLabel) else inverse.name
@@ -228,6 +241,19 @@ def preconditioner(inverse: AbstractInverse, state: Any, oracle: Oracle) -> Call
     if isinstance(inverse, Iterative) and isinstance(inverse, FactorisesProducts):
         return inverse.operator(oracle)
     return lambda u: inverse.apply(state, u, oracle)[0]
+
+
+def significant(
+    learner: Learned[S] | None, state: S, u: Tensor, error: Tensor, places: Mapping[str, slice]
+) -> tuple[Tensor, S]:
+    """What of u, (D,), exceeds its sampling error, and the state to solve with.
+
+    error: the squared one of each leaf of theta, (leaves,); places: theirs in u.
+    """
+    if isinstance(learner, TellsSignificance):
+        found: tuple[Tensor, S] = learner.significant(state, u, error)
+        return found
+    return shrunk_by_leaf(u, error, places), state
 
 
 def begun(learner: Learned[S], state: S) -> S:

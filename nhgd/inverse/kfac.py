@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -20,6 +21,7 @@ from nhgd.inverse._learned.kronecker_state import KroneckerState
 from nhgd.inverse._learned.layer_ridge import LayerRidge, Uneven
 from nhgd.inverse._learned.matrix_products import matrix_solver
 from nhgd.inverse._learned.resting import polished
+from nhgd.inverse._learned.significance import shrunk, shrunk_as_one
 from nhgd.inverse._learned.statistics import check_invertible
 from nhgd.inverse._learned.together import Stack
 from nhgd.record import LayerRecord, LayerStatistics, Pool, pool_of
@@ -202,6 +204,39 @@ class KFAC(AbstractKronecker[KroneckerState]):
             state = replace(state, bases=state.bases | self._bases(state, missing, None))  # together, for this solve
         return super()._prepared(state, ridge)
 
+    @torch.no_grad()
+    def significant(self, state: KroneckerState, u: Tensor, error: Tensor) -> tuple[Tensor, KroneckerState]:
+        """Entry by entry in the eigenbasis of each layer; a layer without one, and other parameters, by one factor.
+
+        The error of a mean of gradients is spread like the Fisher matrix, so of a layer with the squared error e entry
+        (i, j) gets the variance e g_i a_j / sum(g a^T). The state returned has the decompositions that were made.
+        """
+        state = self.awake(state)
+        own = dict(zip(state.starts, error.to(u), strict=True))
+        of_bias = {start: name for name, start in state.starts.items()}
+        bases, found = dict(state.bases), torch.zeros_like(u)
+        if self.solver == "eigen" and tape.tape() is None:
+            bases |= self._bases(state, [layer for layer in state.inputs if layer not in bases], None)
+        for layer in state.inputs:
+            total = own[layer]
+            if layer in state.biases:
+                total = total + own[of_bias[state.biases[layer]]]
+            part = state.gather(layer, u).to(state.inputs[layer].dtype)
+            if layer not in bases and self.solver == "eigen" and not self._is_wide_on_a_gpu(state, layer):
+                bases[layer] = tape.eager(partial(_decomposed, state, layer))
+            if layer in bases and self.kept_dtype is None:
+                basis = Basis(**bases[layer])
+                values = basis.products()
+                variances = values * (total / values.sum().clamp_min(torch.finfo(values.dtype).tiny))
+                part = basis.back(shrunk(basis.rotate(part), variances))
+            else:
+                part = shrunk_as_one(part, total)
+            state.scatter(layer, part.to(u.dtype), found)
+        for name in state.blocks:
+            place = state.place(name)
+            found[place] = shrunk_as_one(u[place], own[name])
+        return found, replace(state, bases=bases)
+
     def _bases(self, state: KroneckerState, layers: Iterable[str], pool: Pool | None) -> dict[str, dict[str, Tensor]]:
         return _plain(decompositions(state, layers, pool))
 
@@ -321,3 +356,7 @@ class KFAC(AbstractKronecker[KroneckerState]):
 
 def _plain(bases: Mapping[str, Basis]) -> dict[str, dict[str, Tensor]]:
     return {layer: basis._asdict() for layer, basis in bases.items()}
+
+
+def _decomposed(state: KroneckerState, layer: str) -> dict[str, Tensor]:
+    return decomposed(state, layer)._asdict()

@@ -16,12 +16,12 @@ from nhgd.record import FoldedLayer, InnerRecord, InnerStep, LayerStatistics, jo
 
 
 def micro_batches(batch: Batch, count: int) -> list[Batch]:
-    """A batch in `count` parts, as equal as they can be; fewer if it has fewer samples.
+    """A batch in `count` parts, as equal as they can be; fewer if it has fewer samples, and one of no batch.
 
     >>> [part.tolist() for part in micro_batches(torch.arange(5), 2)]
     [[0, 1, 2], [3, 4]]
     """
-    if count == 1:
+    if count == 1 or batch is None:
         return [batch]
     samples = common_length(batch)
     if samples is None:

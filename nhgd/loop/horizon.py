@@ -19,6 +19,7 @@ from nhgd.variable import dot
 
 MEMORY = 0.8  # of the running mean of cosines, for each outer step
 POWER = 0.75
+RENEWED = 0.5  # of the error of the outer gradient, by each measurement
 STEADY = 0.8  # the largest memory of the running mean of adjoints
 # Outer steps for which v has persisted before a longer horizon is taken, where v has too many entries
 UNDETERMINED = 1e3
@@ -70,6 +71,13 @@ class Horizon:
 
         average <- r average + (1 - r) x,     r = min(max(rho, 0), 0.8)
 
+    There the gradient u of the outer samples itself says less and less about any others: as these are fitted, it falls
+    to the size of its own sampling error. If a pass over them is one batch, their halves tell that error now and then,
+
+        error = |u_half - u|^2          by leaf of theta; the mean of both halves errs by as much as they differ
+
+    and of u only what exceeds it counts (`Learned` inverses say in which directions, `significant`).
+
     theta has not arrived either when v moves. The two halves of an inner loop, in which v stands still, tell where it
     is going: if the second is q times as long as the first, the rest is a geometric series. So the outer gradients are
     those at
@@ -119,6 +127,7 @@ class Horizon:
         determined: whether the outer samples have at least as many labels as v has entries, or their number is unknown.
         adjoint: the last x.
         average: the running mean of x, if v is not determined.
+        error: the running mean of the squared error by leaf, (leaves,), where it is measured.
         trust, scale, correction: as above.
         suspect, worse, plain: whether the learnt matrix is to be compared with none, how often in a row it was worse,
             and whether it is used no more.
@@ -135,6 +144,7 @@ class Horizon:
     determined: bool = True
     adjoint: Tensor | None = None
     average: Tensor | None = None
+    error: Tensor | None = None
     rho: float = 0.0
     left: float = math.inf
     taken: int = 0
@@ -204,6 +214,10 @@ class Horizon:
         most = tape.on_device(tape.number(lambda: self.farthest / (1 + self.farthest)))
         q = torch.where(size > 0, along / size, 0.0).clamp(min=0.0).clamp(max=most)
         return (q / (1 - q)).to(second.dtype) * second
+
+    def erred(self, error: Tensor) -> None:
+        """Take in a measured error of the outer gradient."""
+        self.error = error if self.error is None else self.error.lerp(error, RENEWED)
 
     @property
     def farthest(self) -> float:
@@ -365,7 +379,7 @@ class Horizon:
 
     def signature(self, step: int, inner_steps: int) -> tuple[Any, ...]:
         """What decides which work an outer step does here, numbers aside."""
-        known = self.correction is None, self.adjoint is None, self.plain, self.averages
+        known = self.correction is None, self.adjoint is None, self.error is None, self.plain, self.averages
         return (self.due(step, inner_steps) and (self.persists, self.compares), *known)
 
     def warning_for(self, loss: float) -> str | None:

@@ -17,13 +17,17 @@ from nhgd.errors import NhgdError, RunError
 from nhgd.execution.base import SupportsOverlap
 from nhgd.hypergradients.base import Hypergradient
 from nhgd.hypergradients.implicit import implicit
-from nhgd.inverse.capabilities import follows_horizon, preconditioner
+from nhgd.inverse.capabilities import follows_horizon, preconditioner, significant
 from nhgd.loop.calibration import samples_of_product
 from nhgd.loop.horizon import Horizon
 from nhgd.loop.loop import Loop, Product
+from nhgd.loop.sampling_error import by_leaf, half_of
 from nhgd.objective import Objective
 from nhgd.oracle import Oracle
 from nhgd.oracle import OuterGradient as GradientsOfOuter
+from nhgd.variable import dot
+
+ROUNDING = 100.0  # units in the last place of the outer gradient, of which a part that is left says nothing
 
 
 class OuterGradient(NamedTuple):
@@ -61,9 +65,11 @@ def hypergradient(
     # Numbers of the inner loop are read while a GPU works on the outer loss.
     with marked(loop.problem.theta.device, alone):
         waiting = isinstance(executor, SupportsOverlap) and executor.inner_loop_ended()
-        at = loop.oracle(batches, loop.outer.next())
+        batch = loop.outer.next()
+        at = loop.oracle(batches, batch)
         others = [loop.oracle([None], loop.outer.next()) for _ in range(outer_batches - 1)]
         horizon = horizon if follows_horizon(loop.inverse) else None
+        half = half_of(loop, batch, horizon)
         if horizon is not None:
             known, ridge = horizon, at.ridge.positive
             if loop.theta.asks_moments:
@@ -76,7 +82,7 @@ def hypergradient(
         if tape.tape() is not None:
             damp()
         try:
-            outer, value = _outer(loop, [at, *others], horizon, halves)
+            outer, value = _outer(loop, [at, *others], horizon, halves, half)
             if tape.tape() is None:
                 damp()  # which asks numbers of a device, that has more to do by now
             along = None if cross is None else cross(at)
@@ -93,6 +99,13 @@ def hypergradient(
             raise cause from error
         inverse, curvature, lag = executor.curvature()
         extra: dict[str, Any] = {}
+        if horizon is not None and horizon.error is not None:
+            places, whole = loop.problem.theta.slices(), outer.theta
+            u, curvature = significant(inverse.learner, curvature, whole, horizon.error, places)
+            size, left = dot(whole, whole), dot(u, u)
+            u = torch.where(left > (ROUNDING * torch.finfo(u.dtype).eps) ** 2 * size, u, 0.0)  # what is left of zeros
+            outer = replace(outer, theta=u)
+            extra["significant"] = tape.reading(torch.where(size > 0, dot(u, u) / size, 1.0).sqrt())
         adjust = None
         if horizon is not None and inverse.learner is inverse:
             solver = partial(preconditioner, inverse, curvature, at)
@@ -116,12 +129,19 @@ def hypergradient(
 
 
 def _outer(
-    loop: Loop, ats: Sequence[Oracle], horizon: Horizon | None, halves: Sequence[Tensor]
+    loop: Loop,
+    ats: Sequence[Oracle],
+    horizon: Horizon | None,
+    halves: Sequence[Tensor],
+    half: tuple[Batch, float] | None,
 ) -> tuple[GradientsOfOuter, Tensor]:
-    """The outer loss here on the first batch and its mean gradients where theta is going, and its mean there."""
+    """The outer loss here on the first batch and its mean gradients where theta is going, and its mean there; with half
+    of the batch also their error.
+    """
     if horizon is None or not halves:
         found = [at.outer() for at in ats]
         mean = _mean(found)
+        _compare(loop, horizon, mean, half)
         return replace(mean, value=found[0].value), mean.value
     start, middle = halves
     theta = loop.problem.theta
@@ -132,7 +152,17 @@ def _outer(
     with loop.temporarily_at(here + horizon.ahead(middle - start, here - middle)):
         value = ats[0].outer_loss(leaves)
         mean = _mean([at.outer() for at in ats])
+        _compare(loop, horizon, mean, half)
     return replace(mean, value=value), mean.value
+
+
+def _compare(loop: Loop, horizon: Horizon | None, whole: GradientsOfOuter, half: tuple[Batch, float] | None) -> None:
+    """Let the horizon know how far the outer gradient errs, by that of half of the batch."""
+    if half is None or horizon is None:
+        return
+    some, factor = half
+    other = loop.oracle([None], some).outer()
+    horizon.erred(factor * by_leaf(other.theta - whole.theta, loop))
 
 
 def _mean(found: Sequence[GradientsOfOuter]) -> GradientsOfOuter:

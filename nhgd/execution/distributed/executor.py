@@ -162,22 +162,26 @@ class Distributed(AbstractExecutor):
         marked, lag = self.state() if self.stale else (False, 0)
         return Curvature(asking(self.inverse, self._ask), marked, lag)
 
-    def _ask(self, marked: Any, u: Tensor, ridge: Ridge) -> tuple[Tensor, SolveStats]:
+    def _ask(
+        self, state: Any, u: Tensor, ridge: Ridge, error: Tensor | None = None
+    ) -> tuple[Tensor, SolveStats | None]:
+        marked = state
         text: dict[str, Any] = {"marked": marked, "damping": None}
         learner = self.learner
         follows = isinstance(learner, AbstractKronecker) and learner.damping in (None, "auto")
-        if self._assignment.parts > 1 and follows and not ridge.positive:
+        if self._assignment.parts > 1 and follows and not ridge.positive and error is None:
             # The default damping is a share of the mean diagonal of the whole model, and each rank knows only a part.
             parts = self._client.ask(Word.DIAGONAL, lambda part: ({"marked": marked}, ()), overtake=marked)
             text["damping"] = resolve_damping(None, ridge, sum(message.text["mean"] for message in parts))
+        more = [] if error is None else [error.cpu()]
         found = self._client.ask(
             Word.SOLVE,
-            lambda part: (text, [self._assignment.gather(u.detach(), part).cpu(), ridge.tensor(u.dtype).cpu()]),
+            lambda part: (text, [self._assignment.gather(u.detach(), part).cpu(), ridge.tensor(u.dtype).cpu(), *more]),
             overtake=marked,
         )
         self.traffic.bytes_sent += sum(message.data.numel() for message in found)
         x = self._assignment.scatter([message.tensors()[0] for message in found])
-        return x, _stats(found[0])
+        return x, _stats(found[0]) if error is None else None
 
     @override
     def keep(self) -> Any:

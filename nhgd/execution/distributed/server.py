@@ -21,7 +21,7 @@ from nhgd.inverse._learned.damping import damped
 from nhgd.inverse._learned.kronecker import AbstractKronecker
 from nhgd.inverse._learned.state import State
 from nhgd.inverse.base import Learned
-from nhgd.inverse.capabilities import begun, operator
+from nhgd.inverse.capabilities import begun, operator, significant
 from nhgd.record import InnerRecord, joined
 from nhgd.ridge import Ridge
 from nhgd.variable import Variable
@@ -233,11 +233,14 @@ class Server:
         return {}, []
 
     def _solved(
-        self, marked: bool, damping: float | None, own: Tensor, sent: Tensor
+        self, marked: bool, damping: float | None, own: Tensor, sent: Tensor, error: Tensor | None = None
     ) -> tuple[dict[str, Any], list[Tensor]]:
         own, sent = own.to(self._device), sent.cpu()
         u = self._assignment.spread(own, self._part, torch.zeros(self._theta.numel, dtype=own.dtype, device=own.device))
         state = self._marked if marked else self._state
+        if error is not None:
+            found, _ = significant(self.inverse, state, u, error.to(u.device), self._theta.slices())
+            return {}, [self._assignment.gather(found, self._part)]
         inverse = self.inverse if damping is None else damped(self.inverse, damping)
         ridge = Ridge.of(sent).to(u.device)
         key = self._changes, marked, sent.numpy().tobytes()

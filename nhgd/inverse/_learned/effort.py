@@ -95,14 +95,16 @@ class Effort:
     def share(self, observed: int) -> tuple[int, int] | None:
         """Which layers are decomposed at this observation, as k of every n of them, where they take turns.
 
-        They do after the decompositions of the build-up, so that no step takes long; None before.
+        They do after the decompositions of the build-up, so that no step takes long; None before. The first ones come
+        last: of fewer layers than there are turns, none is decomposed again before most of a period's records came.
 
         >>> [Effort(invert_every=3, invert_at=(2,)).share(seen) for seen in (2, 3, 4, 5)]
-        [None, (0, 3), (1, 3), (2, 3)]
+        [None, (2, 3), (1, 3), (0, 3)]
         """
-        if self.invert_every == 1 or self.invert_at is None or observed <= max(self.invert_at, default=0):
+        last = 0 if self.invert_at is None else max(self.invert_at, default=0)
+        if self.invert_every == 1 or self.invert_at is None or observed <= last:
             return None
-        return observed % self.invert_every, self.invert_every
+        return (last - observed) % self.invert_every, self.invert_every
 
     def beta(self, beta: float | None, samples: int, observed: int) -> float | None:
         """The forgetting factor of the next record, which has `samples`, after `observed` observations."""
