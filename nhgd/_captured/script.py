@@ -73,6 +73,7 @@ class Script(Tape):
         self.batches: list[tuple[Any, slice]] = []  # their stream, and their place in the arena
         self.info: StepInfo | None = None
         self._host_values: list[Any] = []
+        self._work = rehearsal.work()
         self._kinds = iter(rehearsal.kinds)
         self._numbers = iter(rehearsal.numbers)
         self._indices = iter(rehearsal.indices)
@@ -238,6 +239,10 @@ class Script(Tape):
 
     # -- replay
     # ---------------------------------------------------------------------------------------------------------------
+
+    def fits(self, rehearsal: Rehearsal) -> bool:
+        """Whether the host did in a rehearsal what it does here."""
+        return rehearsal.work() == self._work
 
     def rehearsed(self, rehearsal: Rehearsal) -> None:
         """Run the captured work with the host numbers and eager results of a rehearsal."""

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nhgd._captured.script import Script
 from nhgd._solution import Row
+from nhgd.algorithm import Loop
+
+
+class StepSize(NamedTuple):
+    """How many inner steps an outer step takes, and how many batches it draws."""
+
+    steps: int
+    inner: int
+    outer: int
+
+    @classmethod
+    def since_start(cls, loop: Loop) -> StepSize:
+        """Of all outer steps so far."""
+        return cls(loop.clock.total, loop.inner.drawn, loop.outer.drawn)
+
+    def minus(self, other: StepSize) -> StepSize:
+        """Of those since another moment."""
+        return StepSize(*(mine - its for mine, its in zip(self, other, strict=True)))
 
 
 @dataclass
@@ -21,6 +39,7 @@ class CapturedStep:
         script: the step.
         calls: how many derivatives it takes, by the name of their counter.
         counters: how much each integer of the states grows.
+        wanted: comparisons before it is replayed.
         comparisons: how often its result was compared with that of an eager step.
         exact: whether the results were equal in every bit.
         since: replays since the last comparison.
@@ -30,6 +49,7 @@ class CapturedStep:
     script: Script
     calls: dict[str, int]
     counters: dict[str, int]
+    wanted: int
     comparisons: int = 0
     exact: bool = True
     since: int = 0

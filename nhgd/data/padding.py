@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Places(NamedTuple):
+    """The positions in a batch that is filled up, their number, and 0: made once, and not for each batch."""
+
+    positions: Tensor
+    number: Tensor
+    none: Tensor
+
+    @classmethod
+    def of(cls, batch: Iterable[Any], device: torch.device) -> Places:
+        """Those of a batch."""
+        parts = list(batch)
+        dtypes = [t.dtype for t in parts if t.is_floating_point() and t.dtype.itemsize >= 4]
+        number = torch.full((), len(parts[0]), dtype=dtypes[0] if dtypes else torch.float32, device=device)
+        return cls(torch.arange(len(parts[0]), device=device), number, torch.zeros_like(number))
 
 
 class Padded(tuple[Any, ...]):
@@ -26,12 +42,9 @@ class Padded(tuple[Any, ...]):
     passes: int
 
     @classmethod
-    def of(cls, parts: Iterable[Any], count: Tensor, samples: int) -> Padded:
+    def of(cls, parts: Iterable[Any], count: Tensor, samples: int, places: Places) -> Padded:
         """A batch, with the number of its samples that count on the device."""
         made = cls(parts)
-        dtypes = [t.dtype for t in made if t.is_floating_point() and t.dtype.itemsize >= 4]
-        size = len(made[0])
-        scale = size / count.to(dtypes[0] if dtypes else torch.float32)
-        made.share = torch.where(torch.arange(size, device=count.device) < count, scale, torch.zeros_like(scale))
+        made.share = torch.where(places.positions < count, places.number / count, places.none)
         made.samples, made.passes = samples, 0
         return made

@@ -14,7 +14,7 @@ from nhgd._randomness import generators, set_generators
 from nhgd._tree import tensors
 from nhgd.data.batch import Batch, fingerprint, move
 from nhgd.data.loader import Data, Walk, gathered_rows, reiterable
-from nhgd.data.padding import Padded
+from nhgd.data.padding import Padded, Places
 from nhgd.errors import InputError
 
 
@@ -44,7 +44,9 @@ class BatchStream:
         self._last: Batch = None
         self._walk: Iterator[Batch] | None = None
         self._taken = 0
+        self.drawn = 0  # batches, of all passes
         self.pads = False  # whether shorter batches of `Data` are filled up
+        self._places: Places | None = None  # of those
         self._start: dict[str, Any] | None = None
         self._before: dict[str, Any] | None = None
 
@@ -134,7 +136,10 @@ class BatchStream:
         if len(index) > self.source.batch:
             last = self._last
             samples = len(last.samples) if isinstance(last, _Drawn) else self.source.batch
-            return Padded.of(self.gathered(index[:-1]), index[-1].to(self.device), samples)
+            batch = self.gathered(index[:-1])
+            if self._places is None:
+                self._places = Places.of(batch, self.device)
+            return Padded.of(batch, index[-1].to(self.device), samples, self._places)
         at = {device: index.to(device) for device in {t.device for t in self.source.columns}}
         columns = [gathered_rows(t, at[t.device]) for t in self.source.tensors]
         return (*columns, at[self.source.columns[-1].device])  # the index of a sample is itself
@@ -186,6 +191,7 @@ class BatchStream:
                 self._walk = None
                 continue
             self._taken += 1
+            self.drawn += 1
             self._last = batch if isinstance(batch, _Drawn) else move(batch, self.device)
             return self._last
         raise InputError(f"{self.name} yields no batch. Provide at least one, for example [(x, y)].")

@@ -210,13 +210,21 @@ class Horizon:
         """Whether successive adjoints are similar, so that findings about one hold for the next."""
         return self.warm and self.rho >= PERSISTENT
 
-    def due(self, step: int, inner_steps: int) -> bool:
-        """Whether products may be spent at this outer step."""
+    def due(self, step: int, inner_steps: int, recorded: Callable[[int], bool] | None = None) -> bool:
+        """Whether products may be spent at this outer step.
+
+        recorded: whether the outer step that comes so many after this one has a record. If one has where products are
+            due, and the next has none, products wait for that: captured steps are of fewer kinds.
+        """
         products = 1 + self.persists + self.compares
         large = self.adjoint is not None and self.adjoint.numel() > LARGE
         share = SHARE_OF_LARGE if large else SHARE
         period: int = max(EVERY, math.ceil(products * PRODUCT / (share * max(inner_steps, 1))))
-        return step % period == 0
+        place = step % period
+        if recorded is None or place > 1:
+            return place == 0
+        waits = recorded(-place) and not recorded(1 - place)
+        return place == int(waits)
 
     @property
     def compares(self) -> bool:
@@ -338,10 +346,10 @@ class Horizon:
         self.plain, self.scale = not self.plain, ou / oh
         return self.scale
 
-    def signature(self, step: int, inner_steps: int) -> tuple[Any, ...]:
+    def signature(self, step: int, inner_steps: int, recorded: Callable[[int], bool]) -> tuple[Any, ...]:
         """What decides which work an outer step does here, numbers aside."""
         known = self.correction is None, self.adjoint is None, self.plain
-        return (self.due(step, inner_steps) and (self.persists, self.compares), *known)
+        return (self.due(step, inner_steps, recorded) and (self.persists, self.compares), *known)
 
     def warning_for(self, loss: float) -> str | None:
         """Why the hypergradient is not to be trusted, in a sentence with the remedy; None where nothing speaks

@@ -151,7 +151,8 @@ def _adjusted(
 ) -> Tensor:
     """x as the horizon corrects it, now and then by Hessian products, which add notes."""
     learnt, x = x, horizon.corrected(x, u)
-    if not horizon.due(loop.clock.k, loop.clock.t):
+    steps = loop.clock.t
+    if not horizon.due(loop.clock.k, steps, loop.records(loop.clock.total - steps, steps)):
         return x
     last = loop.last_gradient
     gradient = None if last is None else partial(loop.problem.theta.flatten, last)

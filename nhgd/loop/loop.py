@@ -176,6 +176,18 @@ class Loop:
         values, theta = self.outer.values, self.problem.theta
         return Horizon.start(theta.device, warm, values is None or values >= self.problem.v.numel)
 
+    def records(self, first: int, steps: int) -> Callable[[int], bool]:
+        """Whether the outer step that comes so many after one has a record; the one of `steps` inner steps from
+        `first` on.
+        """
+        learner = None if self.inverse is None else self.inverse.learner
+
+        def has_one(later: int) -> bool:
+            start = first + later * steps
+            return learner is not None and any(needs_record(learner, step) for step in range(start, start + steps))
+
+        return has_one
+
     @property
     def _total(self) -> Any:
         """Inner steps since the start of the run; a Number in a captured step."""
