@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -108,6 +108,12 @@ class BatchSource(Protocol):
 
     def gathered(self, index: Tensor) -> Any:
         """The batch of these samples."""
+
+    def gathered_together(self, indices: Sequence[Tensor]) -> list[Any]:
+        """The batches of equally long indices."""
+
+    def bytes(self, samples: int) -> int:
+        """What so many samples take."""
 
 
 class Tape(ABC):

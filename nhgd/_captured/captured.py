@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -226,7 +226,7 @@ class Captured:
     def _read_first(self, replay: Replay, pending: deque[PendingStep], taken: list[StepResult]) -> None:
         step = pending.popleft()
         try:
-            taken.append(replay.read(step, pending[0] if pending else None))
+            taken.append(replay.read(step))
         except NhgdError as error:
             replay.undo(step)
             self._start_again()
@@ -356,10 +356,11 @@ class Captured:
         script = Script(rehearsal, self.capture)
         try:
             script.begin()
+            start = [leaf.detach().clone() for leaf in progress.loop.problem.v.leaves]
             info = _taped(algorithm, progress, script)
             if not static.settle(rebind=False):
                 raise tape.NotRepeatable("the states of the method changed their form")
-            script.finish(info)
+            script.finish(info, _distance(progress.loop.problem.v.leaves, start))
         except Exception as error:
             self.capture.abandon()
             raise tape.NotRepeatable(_in_words(error)) from error
@@ -393,6 +394,12 @@ class Captured:
         graph.comparisons += 1
         graph.since = 0
         graph.exact &= exact
+
+
+@torch.no_grad()
+def _distance(here: Sequence[Tensor], there: Sequence[Tensor]) -> Tensor:
+    lengths = [torch.linalg.vector_norm(a - b, dtype=torch.float64) for a, b in zip(here, there, strict=True)]
+    return lengths[0] if len(lengths) == 1 else torch.stack(lengths).norm()
 
 
 def _taped(algorithm: AbstractAlgorithm, progress: Progress, noting: tape.Tape) -> StepInfo:

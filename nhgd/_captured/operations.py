@@ -143,6 +143,7 @@ class OperationCapture(AbstractCapture):
 
     name = "operations"
     overlaps = False
+    gathers_ahead = False  # a batch is found in the cache where it has just been gathered
 
     def __init__(self) -> None:
         self._modes: list[Any] = []

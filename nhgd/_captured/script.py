@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from nhgd._tree import map_tensors, tensors
 from nhgd.algorithm import StepInfo
 
 T = TypeVar("T")
-ROOM = 2**28  # bytes that overlapped work may keep alive
+ROOM = 2**28  # bytes that overlapped work may keep alive, and batches that are gathered together
 DEPTH = 16  # steps that are launched before their numbers are read
 
 
@@ -29,12 +30,12 @@ class Arena:
     """
 
     def __init__(self, numbers: int, indices: int, device: torch.device) -> None:
-        pin = device.type == "cuda"
-        self.numbers = torch.zeros(numbers, dtype=torch.float64, device=device)
-        self.indices = torch.zeros(indices, dtype=torch.int64, device=device)
-        self._numbers = torch.zeros(DEPTH, numbers, dtype=torch.float64, pin_memory=pin)
-        self._indices = torch.zeros(DEPTH, indices, dtype=torch.int64, pin_memory=pin)
-        self._rows, self._index_rows = self._numbers.numpy(), self._indices.numpy()
+        size, pin = numbers + indices, device.type == "cuda"
+        self._all = torch.zeros(size, dtype=torch.int64, device=device)  # the bits of the numbers, and the indices
+        self._staged = torch.zeros(DEPTH, size, dtype=torch.int64, pin_memory=pin)
+        self.numbers, self.indices = self._all[:numbers].view(torch.float64), self._all[numbers:]
+        rows = self._staged.numpy()
+        self._rows, self._index_rows = rows[:, :numbers].view("float64"), rows[:, numbers:]
 
     def put_number(self, row: int, place: int, value: float) -> None:
         """Stage a number."""
@@ -46,14 +47,18 @@ class Arena:
 
     def index(self, row: int, place: slice) -> Tensor:
         """The indices staged there."""
-        return self._indices[row, place].clone()
+        first = len(self.numbers)
+        return self._staged[row, first + place.start : first + place.stop].clone()
 
     def send(self, row: int, numbers: slice, indices: slice) -> None:
         """Transfer part of a row to the device."""
-        if numbers.stop > numbers.start:
-            self.numbers[numbers].copy_(self._numbers[row, numbers], non_blocking=True)
-        if indices.stop > indices.start:
-            self.indices[indices].copy_(self._indices[row, indices], non_blocking=True)
+        first = len(self.numbers)
+        parts = [numbers, slice(first + indices.start, first + indices.stop)]
+        if numbers.stop == first and indices.start == 0:  # neighbours
+            parts = [slice(numbers.start, first + indices.stop)]
+        for part in parts:
+            if part.stop > part.start:
+                self._all[part].copy_(self._staged[row, part], non_blocking=True)
 
 
 class Script(Tape):
@@ -87,8 +92,9 @@ class Script(Tape):
         self._kept = 0  # bytes
         self._place = [0, 0]  # in the arena
         self._sent = [0, 0]
-        self._values: Tensor | None = None  # of the readings, after a step
-        self._rows = torch.zeros(DEPTH, len(rehearsal.readings), dtype=torch.float64, pin_memory=device.type == "cuda")
+        self._values: Tensor | None = None  # of the readings, and the distance v moved, after a step
+        count = len(rehearsal.readings) + 1
+        self._rows = torch.zeros(DEPTH, count, dtype=torch.float64, pin_memory=device.type == "cuda")
 
     # -- capture
     # ---------------------------------------------------------------------------------------------------------------
@@ -98,14 +104,25 @@ class Script(Tape):
         self._take_over(self._rehearsal)
         self.arena.send(0, slice(0, len(self.arena.numbers)), slice(0, len(self.arena.indices)))
         self._capture.open()
-        starts = [0]
-        for indices in self._rehearsal.indices:
-            starts.append(starts[-1] + indices.numel())
-        # Where nothing overlaps, a batch is gathered just before it is used, and found in the cache.
-        for number, stream in self._rehearsal.early if self._capture.overlaps else ():
-            index = self.arena.indices[starts[number] : starts[number + 1]]
-            with self._capture.early() as work:
-                self._early[number] = (stream.gathered(index), work)
+        if self._capture.gathers_ahead:
+            self._gather()
+
+    def _gather(self) -> None:
+        """Gather the batches whose samples are known where the step starts; if they have room, a stream at a time."""
+        starts = list(accumulate((i.numel() for i in self._rehearsal.indices), initial=0))
+        streams: dict[int, tuple[Any, list[int]]] = {}
+        for number, stream in self._rehearsal.early:
+            streams.setdefault(id(stream), (stream, []))[1].append(number)
+        for stream, numbers in streams.values():
+            indices = [self.arena.indices[starts[number] : starts[number + 1]] for number in numbers]
+            if len({len(index) for index in indices}) == 1 and stream.bytes(sum(map(len, indices))) <= ROOM:
+                with self._capture.early() as work:
+                    batches = stream.gathered_together(indices)
+                self._early |= {number: (batch, work) for number, batch in zip(numbers, batches, strict=True)}
+                continue
+            for number, index in zip(numbers, indices, strict=True) if self._capture.overlaps else ():
+                with self._capture.early() as work:
+                    self._early[number] = (stream.gathered(index), work)
 
     @override
     def batch(self, stream: BatchSource) -> Any:
@@ -125,14 +142,13 @@ class Script(Tape):
             return nullcontext(Overlap())
         return self._capture.overlapped(kept)
 
-    def finish(self, info: StepInfo) -> None:
-        """Close the last segment."""
+    def finish(self, info: StepInfo, stride: Tensor) -> None:
+        """Close the last segment. `stride`: the distance v moved."""
         self.info = info
         if next(self._kinds, None) is not None:
             raise NotRepeatable("a step did less under capture than when it ran eagerly")
-        if self._readings:
-            self._capture.join()
-            self._values = torch.stack([t.double() for t in self._readings])
+        self._capture.join()
+        self._values = torch.stack([t.double() for t in (*self._readings, stride)])
         self._close()
         self._capture.settled()
         self._early = {}
@@ -266,18 +282,19 @@ class Script(Tape):
         self._host_values = []
         for line in self.lines:
             line(row)
-        if self._values is not None:
-            self._rows[row].copy_(self._values, non_blocking=True)
+        assert self._values is not None
+        self._rows[row].copy_(self._values, non_blocking=True)
         for end in self._ends:
             end()
         return self._host_values
 
-    def values(self, row: int) -> list[float]:
-        """The readings in a row, once the device has finished."""
-        found: list[float] = self._rows[row].tolist()
-        return found
+    def values(self, row: int) -> tuple[list[float], float]:
+        """The readings in a row and the distance v moved, once the device has finished."""
+        *found, stride = self._rows[row].tolist()
+        return found, stride
 
     def last_values(self) -> list[float]:
         """The readings of the last step."""
-        found: list[float] = [] if self._values is None else self._values.tolist()
+        assert self._values is not None
+        found: list[float] = self._values[:-1].tolist()
         return found

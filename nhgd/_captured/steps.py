@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
 
 from nhgd._captured.script import Script
 from nhgd._solution import Row
@@ -71,14 +67,7 @@ class PendingStep:
 
 @dataclass(frozen=True)
 class StepResult:
-    """An outer step: its row of the history, and the distance v moved where that is known, 0-dimensional."""
+    """An outer step: its row of the history, and the distance v moved where that is known."""
 
     row: Row
-    stride: Tensor | None = None
-
-
-def strides_of(taken: Sequence[StepResult]) -> list[float | None]:
-    """The distance v moved in each step, in one transfer."""
-    known = [step.stride for step in taken if step.stride is not None]
-    found = iter(torch.stack(known).tolist() if known else [])
-    return [None if step.stride is None else next(found) for step in taken]
+    stride: float | None = None

@@ -24,6 +24,10 @@ class Places(NamedTuple):
         number = torch.full((), len(parts[0]), dtype=dtypes[0] if dtypes else torch.float32, device=device)
         return cls(torch.arange(len(parts[0]), device=device), number, torch.zeros_like(number))
 
+    def share(self, count: Tensor) -> Tensor:
+        """Of each sample, in a mean over all of which the first `count` count."""
+        return torch.where(self.positions < count, self.number / count.to(self.number.dtype), self.none)
+
 
 class Padded(tuple[Any, ...]):
     """A batch of B samples of which the first n count, while the others repeat one of them.
@@ -45,6 +49,14 @@ class Padded(tuple[Any, ...]):
     def of(cls, parts: Iterable[Any], count: Tensor, samples: int, places: Places) -> Padded:
         """A batch, with the number of its samples that count on the device."""
         made = cls(parts)
-        made.share = torch.where(places.positions < count, places.number / count, places.none)
+        made.share = places.share(count)
         made.samples, made.passes = samples, 0
+        return made
+
+    @classmethod
+    def several(cls, batches: Iterable[Iterable[Any]], counts: Tensor, places: Places) -> list[Padded]:
+        """Batches with the numbers of their samples that count, (n, 1)."""
+        made = [cls(parts) for parts in batches]
+        for batch, share in zip(made, places.share(counts).unbind(), strict=True):
+            batch.share, batch.samples, batch.passes = share, len(share), 0
         return made

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -112,13 +113,13 @@ class BatchStream:
 
     def next_padded(self) -> Tensor:
         """The same for a batch that is filled up with a sample of its own, and in the last place how many count."""
-        samples = self.next_index()
+        samples = self.next_index().numpy()  # whose operations take less time to call, and there is one for each batch
         assert isinstance(self.source, Data)
-        filled = samples.new_empty(self.source.batch + 1)
+        filled = np.empty(self.source.batch + 1, dtype=np.int64)
         filled[: len(samples)] = samples
         filled[len(samples) :] = samples[0]
         filled[-1] = len(samples)
-        return filled
+        return torch.from_numpy(filled)
 
     @property
     def longest(self) -> int:
@@ -143,6 +144,23 @@ class BatchStream:
         at = {device: index.to(device) for device in {t.device for t in self.source.columns}}
         columns = [gathered_rows(t, at[t.device]) for t in self.source.tensors]
         return (*columns, at[self.source.columns[-1].device])  # the index of a sample is itself
+
+    def bytes(self, samples: int) -> int:
+        """What so many samples of `Data` take."""
+        assert isinstance(self.source, Data)
+        return sum(samples * t[:1].numel() * t.element_size() for t in self.source.tensors)
+
+    def gathered_together(self, indices: Sequence[Tensor]) -> list[Batch]:
+        """The batches of equally long indices, by as many operations as one of them takes."""
+        assert isinstance(self.source, Data)
+        together = torch.stack(list(indices))  # (n, B), or one more for how many count
+        batch = self.source.batch
+        rows = together[:, :batch].reshape(-1)
+        columns = [gathered_rows(t, rows).unflatten(0, (len(indices), -1)) for t in self.source.tensors]
+        found = list(zip(*(column.unbind() for column in columns), rows.view(len(indices), -1).unbind(), strict=True))
+        if together.shape[1] == batch or self._places is None:
+            return [tuple(parts) for parts in found]
+        return Padded.several(found, together[:, batch:], self._places)
 
     @property
     def is_constant(self) -> bool:
