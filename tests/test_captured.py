@@ -14,7 +14,7 @@ from torch import nn
 
 import nhgd
 from nhgd._captured.captured import CompileWarning
-from nhgd.algorithm import AID, NHGD, NHGDSingle
+from nhgd.algorithm import AID, FSLA, MASOBA, NHGD, NHGDSingle
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDiagonal, FisherWindow, Refined
 from nhgd.schedule import Decay
 from tests.recorded import HostRead, RecordedCapture
@@ -37,6 +37,8 @@ METHODS = {
     "aid-kfac": AID(FULL),
     "ekfac": NHGD(EKFAC(overhead=None)),
     "diagonal": NHGD(FisherDiagonal(overhead=None)),
+    "ma_soba": MASOBA(momentum=Decay(0.4)),
+    "fsla": FSLA(adjoint_lr=Decay(0.2)),
     "single": NHGDSingle(FULL),
     "single within a budget": NHGDSingle(),
 }
@@ -143,7 +145,9 @@ def test_repeated_steps_are_the_steps_themselves(recorded, plain_first, name):
 
 
 @pytest.mark.filterwarnings("ignore::nhgd.InverseWarning", "ignore::nhgd._stagnation.StagnationWarning")
-@pytest.mark.parametrize("name", ["identity", "soba", "kfac", "kfac, final", "ekfac", "diagonal", "single"])
+@pytest.mark.parametrize(
+    "name", ["identity", "soba", "kfac", "kfac, final", "ekfac", "diagonal", "single", "ma_soba", "fsla"]
+)
 def test_they_are_those_of_a_run_without_them(recorded, name):
     found = run(METHODS[name])
     assert_repeated(found)
