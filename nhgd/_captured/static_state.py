@@ -24,6 +24,10 @@ class Place(NamedTuple):
     key: Any
     value: Any
 
+    def now(self) -> Any:
+        """The leaf at present."""
+        return getattr(self.owner, self.key) if is_dataclass(self.owner) else self.owner[self.key]
+
     def put(self, value: Any) -> None:
         """Replace the leaf."""
         if is_dataclass(self.owner):
@@ -56,6 +60,7 @@ class StaticState:
         self._slots: dict[str, Tensor] = {}
         self._floats: set[str] = set()
         self._point: list[Tensor] = []
+        self._counted: dict[str, Place] | None = None
         self.allocate()
 
     def allocate(self) -> None:
@@ -79,6 +84,7 @@ class StaticState:
 
     def reattach(self) -> bool:
         """Undo `release`; False if the states were replaced meanwhile."""
+        self._counted = None
         for place in list(self._places()):
             slot = self._slots.get(place.path)
             if slot is not None and type(place.value) is float:
@@ -105,6 +111,7 @@ class StaticState:
         rebind: let the states hold those tensors. Without it they stay as they are, because eager sections of a
         captured step may refer to them.
         """
+        self._counted = None
         found = [p for p in self._places() if isinstance(p.value, Tensor)]
         if {p.path: (p.value.shape, p.value.dtype) for p in found} != {
             path: (t.shape, t.dtype) for path, t in self._slots.items()
@@ -131,11 +138,12 @@ class StaticState:
         return {p.path: id(p.owner) for p in self._places()}
 
     def count(self, steps: dict[str, int]) -> None:
-        """Increase integers of the states."""
-        if steps:
-            for place in list(self._places()):
-                if place.path in steps:
-                    place.put(place.value + steps[place.path])
+        """Increase integers of the states. Their places are found once, until an eager step replaces them."""
+        if self._counted is None or not steps.keys() <= self._counted.keys():
+            self._counted = {p.path: p for p in self._places() if type(p.value) is int}
+        for path, more in steps.items():
+            place = self._counted[path]
+            place.put(place.now() + more)
 
     def tensors(self) -> list[Tensor]:
         """Everything a step changes."""
@@ -179,6 +187,7 @@ class StaticState:
         drawn = generators(device)
 
         def restore() -> None:
+            self._counted = None
             for o, values in kept:
                 vars(o).update(values)
             for stream, walk in walks:

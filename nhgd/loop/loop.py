@@ -31,7 +31,7 @@ from nhgd.errors import InputError, NonFiniteError
 from nhgd.execution.base import AbstractExecutor, SupportsOverlap
 from nhgd.hypergradients.implicit import SolveWarnings
 from nhgd.inverse.base import AbstractInverse
-from nhgd.inverse.capabilities import couples, fold, needs_record, sampling
+from nhgd.inverse.capabilities import couples, fold, needs_record, needs_records, sampling
 from nhgd.loop.accumulation import accumulated, micro_batches
 from nhgd.loop.horizon import Horizon
 from nhgd.loop.mover import Mover
@@ -184,7 +184,7 @@ class Loop:
 
         def has_one(later: int) -> bool:
             start = first + later * steps
-            return learner is not None and any(needs_record(learner, step) for step in range(start, start + steps))
+            return learner is not None and needs_records(learner, range(start, start + steps))
 
         return has_one
 
