@@ -121,9 +121,7 @@ class StaticState:
         moved = [(p, p.value) for p in found if p.value is not self._slots[p.path]]
         # A tensor may have come from another's place.
         apart = [(p, t.clone() if t.untyped_storage().data_ptr() in memory else t) for p, t in moved]
-        with torch.no_grad():
-            for place, tensor in apart:
-                self._slots[place.path].copy_(tensor)
+        _copy_together([self._slots[place.path] for place, _ in apart], [tensor for _, tensor in apart])
         if rebind:
             for place, _ in apart:
                 place.put(self._slots[place.path])
@@ -206,3 +204,17 @@ class StaticState:
 
 def _number(leaf: Any, device: torch.device) -> Any:
     return torch.tensor(leaf, dtype=torch.float64, device=device) if type(leaf) is float else leaf
+
+
+@torch.no_grad()
+def _copy_together(slots: list[Tensor], values: list[Tensor]) -> None:
+    """Copy tensors to their places; on a GPU those of one dtype by one kernel."""
+    kinds: dict[Any, list[int]] = {}
+    for i, (slot, value) in enumerate(zip(slots, values, strict=True)):
+        alike = slot.is_cuda and value.device == slot.device and value.dtype == slot.dtype
+        kinds.setdefault(slot.dtype if alike else i, []).append(i)
+    for members in kinds.values():
+        if len(members) > 1:
+            torch._foreach_copy_([slots[i] for i in members], [values[i] for i in members])
+        else:
+            slots[members[0]].copy_(values[members[0]])

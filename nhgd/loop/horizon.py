@@ -15,7 +15,7 @@ from nhgd.errors import percent
 from nhgd.loop.gain import Gain
 from nhgd.oracle import Oracle
 from nhgd.problem import LARGE
-from nhgd.variable import dot
+from nhgd.variable import products
 
 MEMORY = 0.8  # of the running mean of cosines, for each outer step
 POWER = 0.75
@@ -171,8 +171,9 @@ class Horizon:
     def observe(self, x: Tensor) -> None:
         """Compare x with the last one."""
         if self.adjoint is not None:
-            size = dot(x, x).sqrt() * dot(self.adjoint, self.adjoint).sqrt()
-            cosine = torch.where(size > 0, dot(x, self.adjoint) / size, self.cosine)
+            found = products(x, self.adjoint)
+            size = found.diagonal().sqrt().prod()
+            cosine = torch.where(size > 0, found[0, 1] / size, self.cosine)
             self.cosine = self.cosine.lerp(cosine, 1 - MEMORY)
         self.adjoint = x
         if self.correction is None and tape.repeatable():  # so that captured steps have one form
@@ -188,8 +189,7 @@ class Horizon:
 
     def ahead(self, first: Tensor, second: Tensor) -> Tensor:
         """How far theta still goes, from the ways it went in the two halves of the inner loop."""
-        a, b = first.double(), second.double()
-        self.halves = self.halves.lerp(torch.stack([a.dot(a), a.dot(b)]), 1 - MEMORY)
+        self.halves = self.halves.lerp(products(first, second)[0], 1 - MEMORY)
         size, along = self.halves
         q = torch.where(size > 0, along / size, 0.0).clamp(0.0, AHEAD / (1 + AHEAD))
         return (q / (1 - q)).to(second.dtype) * second
@@ -276,13 +276,15 @@ class Horizon:
         hz = at.hvp(z) if persists else None
         other = u if learnt is None or not self.plain else learnt
         ho = at.hvp(other) if compares else None
-        pairs: list[tuple[Tensor | None, Tensor | None]]
-        pairs = [(u, u), (x, u), (x, w), (z, u), (x, hz), (z, hz), (x, x), (z, z), (x, z), (w, w), (w, u), (w, hz)]
-        pairs += [(hz, hz), (hz, u), (other, u), (other, ho)]
+        known = {"u": u, "x": x, "w": w, "z": z, "hz": hz, "other": other, "ho": ho}
+        given = {name: vector for name, vector in known.items() if vector is not None}
+        of_all, places = products(*given.values()), {name: i for i, name in enumerate(given)}
         none = newton.new_zeros((), dtype=torch.float64)
-        numbers = [none if a is None or b is None else dot(a, b) for a, b in pairs]
+        pairs = "u u, x u, x w, z u, x hz, z hz, x x, z z, x z, w w, w u, w hz, hz hz, hz u, other u, other ho"
+        named = [pair.split() for pair in pairs.split(", ")]
+        numbers = [of_all[places[a], places[b]] if a in places and b in places else none for a, b in named]
         here = at.problem.theta.flat()
-        numbers = [*numbers[:-2], newton.double(), dot(here, here).sqrt(), *numbers[-2:]]
+        numbers = [*numbers[:-2], newton.double(), torch.linalg.vector_norm(here, dtype=torch.float64), *numbers[-2:]]
         stacked, outcome = torch.stack(numbers), dict[str, Any]()
 
         def look() -> None:

@@ -126,7 +126,8 @@ def _outer(
     # data.
     leaves = [part.clone() for part in theta.unflatten(here)]
     with loop.temporarily_at(here + horizon.ahead(middle - start, here - middle)):
-        value = ats[0].outer_loss(leaves)
+        with tape.overlapped(*leaves):
+            value = ats[0].outer_loss(leaves)
         mean = _mean([at.outer() for at in ats])
     return replace(mean, value=value), mean.value
 

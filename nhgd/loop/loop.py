@@ -342,7 +342,7 @@ class Loop:
     @contextmanager
     def temporarily_at(self, theta: Tensor, v: Tensor | None = None) -> Iterator[None]:
         """A context in which theta (D,), and v (P,) if given, have other values."""
-        here = self.problem.theta.flat(), self.problem.v.flat()
+        here = self.problem.theta.flat(), None if v is None else self.problem.v.flat()
         self.problem.theta.assign(theta)
         if v is not None:
             self.problem.v.assign(v)
@@ -350,7 +350,7 @@ class Loop:
             yield
         finally:
             self.problem.theta.assign(here[0])
-            if v is not None:
+            if here[1] is not None:
                 self.problem.v.assign(here[1])
 
     def projected(self, theta: Tensor) -> Tensor:
@@ -396,7 +396,8 @@ class Loop:
         """One projected optimiser step on v along the hypergradient, clipped; its norm before. Non-finite ones are
         refused.
         """
-        numbers = [torch.stack([g.double().norm() for g in gradient]).norm()]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradient]
+        numbers = [norms[0] if len(norms) == 1 else torch.stack(norms).norm()]
         low = self.problem.lowest_weight()
         tape.join()
         if low is not None:
