@@ -160,6 +160,10 @@ class Tape(ABC):
         """Work of the host after each step, when it may read the new state."""
 
     @abstractmethod
+    def keep_up(self) -> None:
+        """Numbers of each step are read before the step after the next begins."""
+
+    @abstractmethod
     def join(self) -> None:
         """Wait for all overlapped work."""
 
@@ -259,6 +263,12 @@ def join() -> None:
     """Wait for all overlapped work."""
     if _current.tape is not None:
         _current.tape.join()
+
+
+def keep_up() -> None:
+    """Numbers of each step are read before the step after the next begins."""
+    if _current.tape is not None:
+        _current.tape.keep_up()
 
 
 def at_end(do: Callable[[], None]) -> None:

@@ -155,6 +155,24 @@ def test_they_are_those_of_a_run_without_them(recorded, name):
 
 
 @pytest.mark.filterwarnings("ignore::nhgd.InverseWarning", "ignore::nhgd._stagnation.StagnationWarning")
+@pytest.mark.parametrize("name", ["kfac", "kfac within a budget", "single"])
+def test_running_means_may_be_read_later(recorded, monkeypatch, tmp_path, plain_first, name):
+    """As on a GPU, where they are heeded two steps later, however far the host is ahead."""
+    pytest.importorskip("safetensors")
+    early = run(METHODS[name], steps=40)
+    monkeypatch.setattr("nhgd.loop.horizon.Horizon.lags", True)
+    found = run(METHODS[name], steps=40)
+    assert_repeated(found)
+    made(METHODS[name], checkpoint=tmp_path, checkpoint_every=1).run(steps=33)
+    fresh = made(METHODS[name])
+    resumed = nhgd.Solver.resume(tmp_path, fresh.problem, fresh.loop.inner.source, fresh.loop.outer.source)
+    assert_same(resumed.run(steps=40), found)
+    plain_first()
+    assert_same(found, run(METHODS[name], steps=40), exact=True)
+    assert not torch.equal(found.v, early.v)
+
+
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning", "ignore::nhgd._stagnation.StagnationWarning")
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_solves_of_a_fixed_number_of_products_end_where_others_do(recorded, name):
     found = run(PRODUCTS[name])

@@ -201,10 +201,10 @@ class Captured:
             while begun < min(most, STEPS_PER_CALL) and (not begun or self.ready(progress)):
                 if begun and time.perf_counter() > until:
                     break
-                while len(pending) >= replay.max_pending:
+                assert self._next is not None
+                while len(pending) >= min(replay.max_pending, self._next.script.most_pending):
                     self._read_first(replay, pending, taken)
                 before(begun)
-                assert self._next is not None
                 pending.append(replay.launch(self._next, begun % DEPTH))
                 begun += 1
         except StepFailed:

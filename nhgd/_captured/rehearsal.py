@@ -98,6 +98,10 @@ class Rehearsal(Tape):
         self.ends.append(do)
 
     @override
+    def keep_up(self) -> None:
+        pass
+
+    @override
     def join(self) -> None:
         pass
 

@@ -82,9 +82,10 @@ class Replay:
             step.done.synchronize()
         found, stride = script.values(step.row)
         values = StepValues(found, step.host_values)
+        ahead = loop.clock.k, dict(vars(loop.calls))
+        loop.clock.k = step.step - 1  # as within the step
         info = values.info(script.info, script.deferred)
         self.refusals += values.refusals
-        ahead = loop.clock.k, dict(vars(loop.calls))
         loop.clock.k = step.step
         vars(loop.calls).update({name: step.calls[name] + more for name, more in step.grown.items()})
         moment = time.perf_counter()

@@ -77,6 +77,7 @@ class Script(Tape):
         self.deferred: list[Deferred] = []
         self.batches: list[tuple[Any, slice]] = []  # their stream, and their place in the arena
         self.info: StepInfo | None = None
+        self.most_pending = DEPTH  # steps with numbers that were not read, this one included
         self._host_values: list[Any] = []
         self._work = rehearsal.work()
         self._kinds = iter(rehearsal.kinds)
@@ -207,6 +208,10 @@ class Script(Tape):
     @override
     def at_end(self, do: Callable[[], None]) -> None:
         self._ends.append(do)
+
+    @override
+    def keep_up(self) -> None:
+        self.most_pending = 2
 
     @override
     def join(self) -> None:

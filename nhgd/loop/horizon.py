@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ UNDETERMINED = 1e3
 # Inner loops beyond which the damping is negligible; the second without a ridge, where nothing else is added.
 LONGEST = (1e8, 1e4)
 EVERY = 4  # outer steps from one reading to the next, after the first few
+LAG = 2  # outer steps after which readings of a GPU are heeded: it never waits for the host, nor the host for it
 SHARE = 0.05  # of the inner loop's gradients that may be spent on measuring
 SHARE_OF_LARGE = (
     0.02  # the same for a large model, where products are of few samples and take longer than those gradients
@@ -116,6 +117,7 @@ class Horizon:
         suspect, worse, plain: whether the learnt matrix is to be compared with none, how often in a row it was worse,
             and whether it is used no more.
         poor, far: how many measurements in a row found x poor, and theta far from its inner optimum.
+        noted: the numbers of outer steps with their running means, of which it is too early to heed them.
         steps: outer steps.
         first, lowest, recent: the first outer loss, the lowest running mean of it, and the present one.
     """
@@ -140,6 +142,7 @@ class Horizon:
     lowest: float = math.inf
     recent: float = math.nan
     steps: int = 0
+    noted: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
     def start(cls, device: torch.device, warm: bool = True, determined: bool = True) -> Horizon:
@@ -199,11 +202,39 @@ class Horizon:
         """How much the running mean of x keeps of itself."""
         return min(max(self.rho, 0.0), STEADY)
 
+    def means(self) -> Tensor:
+        """The running means, (4,)."""
+        return torch.cat([self.cosine.reshape(1), self.gain.means])
+
+    @staticmethod
+    def reads(step: int) -> bool:
+        """Whether the running means of this step are heeded: those of every few alone."""
+        return step < EVERY or step % EVERY == EVERY - 1
+
+    @property
+    def lags(self) -> bool:
+        """Whether running means are heeded some steps later, when a GPU has long computed them."""
+        return self.cosine.is_cuda
+
+    def note(self, step: int, means: Sequence[float]) -> None:
+        """Keep the running means of a step, which is `LAG` steps behind when they are heeded."""
+        if self.reads(step):
+            self.noted = (*self.noted, (float(step), *means))
+
     def read(self, step: int) -> None:
-        """The running means, every few outer steps alone."""
-        if step < EVERY or step % EVERY == EVERY - 1:
-            self.rho, *means = torch.cat([self.cosine.reshape(1), self.gain.means]).tolist()
-            self.gain.read(means, self._persistence)
+        """Heed the running means that are due at the end of this step."""
+        if not self.lags:
+            if self.reads(step):
+                self._heed(self.means().tolist())
+            return
+        for made, *means in self.noted:
+            if made <= step - LAG:
+                self._heed(means)
+        self.noted = tuple(kept for kept in self.noted if kept[0] > step - LAG)
+
+    def _heed(self, means: Sequence[float]) -> None:
+        self.rho, *others = means
+        self.gain.read(others, self._persistence)
 
     @property
     def persists(self) -> bool:

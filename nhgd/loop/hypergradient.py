@@ -106,6 +106,9 @@ def hypergradient(
         }
         horizon.observe(found.adjoint)
         horizon.gain.observe(value, loop.problem.v.flatten(found.leaves), loop.problem.v.flat())
+        if known.lags and (tape.tape() is not None or known.reads(loop.clock.k)):
+            tape.keep_up()
+            tape.defer(lambda *means: known.note(loop.clock.k, means), *map(tape.reading, known.means()))
         tape.at_end(lambda: known.read(loop.clock.k))
         tape.defer(lambda value: loop.solve_warnings.warn(known.warning_for(value)), found.value)
     return OuterGradient(found, lag, notes)
