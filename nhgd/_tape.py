@@ -106,6 +106,9 @@ class BatchSource(Protocol):
     def drawing(self) -> Callable[[], Tensor]:
         """How the index of the next batch is drawn."""
 
+    def draw_into(self, place: Any) -> None:
+        """Draw that index into an array of the host."""
+
     def gathered(self, index: Tensor) -> Any:
         """The batch of these samples."""
 

@@ -45,6 +45,10 @@ class Arena:
         """Stage indices."""
         self._index_rows[row, place] = value.reshape(-1).numpy()
 
+    def staging(self, place: slice) -> list[Any]:
+        """Where these indices are staged, in each row."""
+        return [row[place] for row in self._index_rows]
+
     def index(self, row: int, place: slice) -> Tensor:
         """The indices staged there."""
         first = len(self.numbers)
@@ -130,6 +134,8 @@ class Script(Tape):
         """The batch; gathered at the start of the step if its samples are known there."""
         number = self._index_count
         index = self.index(stream.drawing())
+        staging, draw = self.arena.staging(self.batches[-1][1]), stream.draw_into
+        self.lines[-1] = lambda row: draw(staging[row])
         if number not in self._early:
             return stream.gathered(index)
         found, work = self._early[number]

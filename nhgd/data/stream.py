@@ -22,7 +22,7 @@ from nhgd.errors import InputError
 class _Drawn(NamedTuple):
     """The sample indices of a batch that the host has not needed yet."""
 
-    samples: Tensor
+    samples: np.ndarray[Any, Any]
 
 
 class BatchStream:
@@ -88,7 +88,7 @@ class BatchStream:
     def last(self) -> Batch:
         """The batch that was drawn last."""
         if isinstance(self._last, _Drawn):
-            self._last = self.gathered(self._last.samples)
+            self._last = self.gathered(torch.from_numpy(self._last.samples))
         return self._last
 
     def next(self) -> Batch:
@@ -103,7 +103,9 @@ class BatchStream:
 
     def next_index(self) -> Tensor:
         """The sample indices of the next batch, for a source that is `Data`."""
+        return torch.from_numpy(self._drawn())
 
+    def _drawn(self) -> np.ndarray[Any, Any]:
         def drawn(walk: Iterator[Batch]) -> Batch:
             assert isinstance(walk, Walk)
             return _Drawn(walk.next_index())
@@ -113,13 +115,19 @@ class BatchStream:
 
     def next_padded(self) -> Tensor:
         """The same for a batch that is filled up with a sample of its own, and in the last place how many count."""
-        samples = self.next_index().numpy()  # whose operations take less time to call, and there is one for each batch
         assert isinstance(self.source, Data)
         filled = np.empty(self.source.batch + 1, dtype=np.int64)
-        filled[: len(samples)] = samples
-        filled[len(samples) :] = samples[0]
-        filled[-1] = len(samples)
+        self.draw_into(filled)
         return torch.from_numpy(filled)
+
+    def draw_into(self, place: np.ndarray[Any, Any]) -> None:
+        """Write the sample indices of the next batch where they will be sent from."""
+        samples = self._drawn()
+        count = len(samples)
+        place[:count] = samples
+        if self.pads:
+            place[count:] = samples[0]
+            place[-1] = count
 
     @property
     def longest(self) -> int:
