@@ -398,7 +398,9 @@ class Captured:
 
 @torch.no_grad()
 def _distance(here: Sequence[Tensor], there: Sequence[Tensor]) -> Tensor:
-    lengths = [torch.linalg.vector_norm(a - b, dtype=torch.float64) for a, b in zip(here, there, strict=True)]
+    lengths: list[Tensor] = [
+        torch.linalg.vector_norm(a - b, dtype=torch.float64) for a, b in zip(here, there, strict=True)
+    ]
     return lengths[0] if len(lengths) == 1 else torch.stack(lengths).norm()
 
 

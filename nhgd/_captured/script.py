@@ -120,7 +120,8 @@ class Script(Tape):
             streams.setdefault(id(stream), (stream, []))[1].append(number)
         for stream, numbers in streams.values():
             indices = [self.arena.indices[starts[number] : starts[number + 1]] for number in numbers]
-            if len({len(index) for index in indices}) == 1 and stream.bytes(sum(map(len, indices))) <= ROOM:
+            alike = len(numbers) > 1 and len({len(index) for index in indices}) == 1
+            if alike and stream.bytes(sum(map(len, indices))) <= ROOM:
                 with self._capture.early() as work:
                     batches = stream.gathered_together(indices)
                 self._early |= {number: (batch, work) for number, batch in zip(numbers, batches, strict=True)}

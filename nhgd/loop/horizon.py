@@ -247,10 +247,8 @@ class Horizon:
         recorded: whether the outer step that comes so many after this one has a record. If one has where products are
             due, and the next has none, products wait for that: captured steps are of fewer kinds.
         """
-        products = 1 + self.persists + self.compares
-        large = self.adjoint is not None and self.adjoint.numel() > LARGE
-        share = SHARE_OF_LARGE if large else SHARE
-        period: int = max(EVERY, math.ceil(products * PRODUCT / (share * max(inner_steps, 1))))
+        share = SHARE_OF_LARGE if self._is_large else SHARE
+        period: int = max(EVERY, math.ceil((1 + sum(self._further)) * PRODUCT / (share * max(inner_steps, 1))))
         place = step % period
         if recorded is None or place > 1:
             return place == 0
@@ -261,6 +259,21 @@ class Horizon:
     def compares(self) -> bool:
         """Whether a measurement compares the learnt matrix with none."""
         return self.suspect or self.plain
+
+    @property
+    def _is_large(self) -> bool:
+        return self.adjoint is not None and self.adjoint.numel() > LARGE
+
+    @property
+    def _further(self) -> tuple[bool, bool]:
+        """Whether a measurement takes a product along z, and one to compare with.
+
+        On a GPU both or none: another kind of captured steps would cost more.
+        """
+        persists, compares = self.persists, self.compares
+        if self.lags and not self._is_large:
+            return persists or compares, persists or compares
+        return persists, compares
 
     def corrected(self, x: Tensor, u: Tensor) -> Tensor:
         """The learnt inverse's x for u, or u where no matrix is better, with the scale and the correction that are
@@ -302,11 +315,11 @@ class Horizon:
         # Before the products, beside whose graph no vector more should be held than must be
         newton = x.new_zeros(()) if gradient is None else solve(gradient()).norm()
         w = at.hvp(x)
-        persists, compares = self.persists, self.compares
+        along_z, beside = self._further
         z = solve(u - w)
-        hz = at.hvp(z) if persists else None
+        hz = at.hvp(z) if along_z else None
         other = u if learnt is None or not self.plain else learnt
-        ho = at.hvp(other) if compares else None
+        ho = at.hvp(other) if beside else None
         known = {"u": u, "x": x, "w": w, "z": z, "hz": hz, "other": other, "ho": ho}
         given = {name: vector for name, vector in known.items() if vector is not None}
         of_all, places = products(*given.values()), {name: i for i, name in enumerate(given)}
@@ -319,24 +332,25 @@ class Horizon:
         stacked, outcome = torch.stack(numbers), dict[str, Any]()
 
         def look() -> None:
-            found = stacked.tolist()
+            found, persists, compares = stacked.tolist(), self.persists, self.compares
             a, b, notes = self._learnt(found[:-2], persists, gradient is not None)
             swapped = self._compared(found[-2], found[-1], found) if compares and notes else None
             # Where the other is better x gives way, and so does its correction.
             learnt = (a, b, 0.0) if swapped is None else (0.0, 0.0, swapped)
-            outcome.update(zip(("a", "b", "c", "notes"), (*learnt, notes), strict=True))
+            kept = learnt[0] if persists else float(swapped is None)
+            outcome.update(zip(("a", "b", "c", "kept", "notes"), (*learnt, kept, notes), strict=True))
 
         tape.eager(look)
         if tape.tape() is None and not outcome["notes"]:
             return x, {}
         a = tape.on_device(tape.number(lambda: outcome["a"]))
         b = tape.on_device(tape.number(lambda: outcome["b"]))
-        if persists:
-            self.correction = b * z if self.correction is None else a * self.correction + b * z
-        elif compares and self.correction is not None:
-            self.correction = self.correction * tape.on_device(tape.number(lambda: float(outcome["c"] == 0)))
+        if (along_z or beside) and self.correction is not None:
+            self.correction = self.correction * tape.on_device(tape.number(lambda: outcome["kept"]))
+        if along_z:
+            self.correction = b * z if self.correction is None else self.correction + b * z
         better = a * x + b * z
-        if compares:
+        if beside:
             better = better + tape.on_device(tape.number(lambda: outcome["c"])) * other
         return better, tape.host_value(lambda: outcome["notes"])
 
@@ -382,7 +396,7 @@ class Horizon:
     def signature(self, step: int, inner_steps: int, recorded: Callable[[int], bool]) -> tuple[Any, ...]:
         """What decides which work an outer step does here, numbers aside."""
         known = self.correction is None, self.adjoint is None, self.plain
-        return (self.due(step, inner_steps, recorded) and (self.persists, self.compares), *known)
+        return (self.due(step, inner_steps, recorded) and self._further, *known)
 
     def warning_for(self, loss: float) -> str | None:
         """Why the hypergradient is not to be trusted, in a sentence with the remedy; None where nothing speaks

@@ -37,8 +37,10 @@ def momentum_at(value: float | Schedule, clock: Clock) -> float:
     """The current eta; 1 at the first outer step, when there is nothing to correct."""
     if clock.k == 0:
         return 1.0
+    if not isinstance(value, Schedule):
+        return value
     schedule = value
-    return tape.number(lambda: min(schedule.rate(clock), 1.0)) if isinstance(schedule, Schedule) else value
+    return tape.number(lambda: min(schedule.rate(clock), 1.0))
 
 
 @dataclass
