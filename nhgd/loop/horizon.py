@@ -250,7 +250,7 @@ class Horizon:
         share = SHARE_OF_LARGE if self._is_large else SHARE
         period: int = max(EVERY, math.ceil((1 + sum(self._further)) * PRODUCT / (share * max(inner_steps, 1))))
         place = step % period
-        if recorded is None or place > 1:
+        if recorded is None or place > 1 or step == place:  # the first steps are not captured
             return place == 0
         waits = recorded(-place) and not recorded(1 - place)
         return place == int(waits)
