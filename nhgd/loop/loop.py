@@ -206,7 +206,7 @@ class Loop:
 
     def lagged_cross(self, x: Tensor) -> LaggedCross:
         """Takes the cross derivative along x from the inner steps it is handed to."""
-        return LaggedCross(self.weighing, x, self.division.workers)
+        return LaggedCross(self.weighing, x, self.division.workers, isinstance(self.inner.source, Data))
 
     def plain_cross(self, at: Oracle) -> Product:
         """As `Oracle.cross`, by plain passes; that over a single batch is taken here and now."""
