@@ -31,7 +31,7 @@ class Prices:
         thin: the smallest dimension of a matrix product that runs at half that speed.
         number: read or written.
         call: of one operation from Python, whatever it does.
-        eigh, eigh_square: of an eigendecomposition, by the cube and by the square of its rows.
+        eigh, eigh_square, eigh_row: of an eigendecomposition, by the cube, by the square and by the number of its rows.
         cholesky: of a factorisation, by the cube of its rows.
         half: how much of the time of a multiplication one of bfloat16 or float16 takes.
         ahead: whether calls are made while the device still works on earlier ones, so that the longer of the two
@@ -47,6 +47,7 @@ class Prices:
     cholesky: float
     half: float = 1.0
     ahead: bool = False
+    eigh_row: float = 0.0
 
     def of(self, operations: Sequence[Operation], gradient: float) -> float:
         """Seconds of all operations, given those of an inner gradient."""
@@ -60,7 +61,7 @@ class Prices:
             return 2 * gradient
         each = {
             "matmul": self.multiplication * size,
-            "eigh": self.eigh * size**3 + self.eigh_square * size**2,
+            "eigh": self.eigh * size**3 + self.eigh_square * size**2 + self.eigh_row * size,
             "cholesky": self.cholesky * size**3,
             "pass": self.number * size * (2 if size > LARGE else 1),
             "call": self.call,
@@ -70,7 +71,7 @@ class Prices:
 
 PRICES = {
     "cpu": Prices(2.4e-11, 20.0, 1.2e-10, 1.2e-5, 9e-11, 2.2e-8, 9e-12),
-    "cuda": Prices(1e-13, 40.0, 2e-12, 2e-5, 1e-12, 8e-9, 1.5e-13, half=0.03, ahead=True),
+    "cuda": Prices(1e-13, 40.0, 2e-12, 2e-5, 1e-12, 0.0, 1.5e-13, half=0.03, ahead=True, eigh_row=1e-5),
 }
 
 

@@ -504,3 +504,20 @@ def test_long_vectors_are_multiplied_in_pieces(monkeypatch):
     assert variable.dot(a, b).dtype == torch.float64
     torch.testing.assert_close(variable.dot(a, b), whole, rtol=0, atol=1e-5)
     torch.testing.assert_close(variable.dot(a, a), own, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("records", "wanted"),
+    [
+        (lambda step: False, [0, 17, 34]),
+        (lambda step: True, [0, 17, 34]),
+        (lambda step: step % 17 == 0, [0, 18, 35]),  # the one after has none
+        (lambda step: step % 34 == 0, [0, 17, 35]),
+        (lambda step: step % 17 in (0, 1), [0, 17, 34]),
+    ],
+    ids=["none", "all", "there", "at every other", "at two"],
+)
+def test_a_measurement_waits_for_a_step_without_a_record(records, wanted):
+    horizon = Horizon.start(torch.device("cpu"))
+    due = [step for step in range(40) if horizon.due(step, 3, lambda later, step=step: records(step + later))]
+    assert due == wanted

@@ -259,6 +259,33 @@ def test_derivatives_of_indexed_weights_are_taken_together(weigh):
     assert part.pending is None  # its share of the step is not 1
 
 
+@pytest.mark.parametrize(
+    ("weigh", "in_passes", "unsorted"),
+    [
+        (own, True, True),
+        (own, False, False),
+        (lambda v, x, i: v[i // 4], True, False),  # samples that share a weight: the order of their sum matters
+        (lambda v, x, i: v[i.clone()], True, False),
+    ],
+    ids=["samples", "any loader", "groups", "a copy"],
+)
+def test_indices_of_samples_need_no_order(monkeypatch, weigh, in_passes, unsorted):
+    problem, (x, y, i), _ = classifier(mlp(), normal(10).abs() + 0.1, weigh)
+    batches = [(x[some], y[some], i[some]) for some in (torch.arange(6), torch.arange(4, 10))]
+    along = vector(problem)
+    wanted = sum(dense(problem, batch, along) for batch in batches) / 2
+    lagged = LaggedCross(Weighing(problem), along, in_passes=in_passes)
+    for batch in batches:
+        objective, tap = Objective(problem, batch, 0), lagged.tap(recording=False)
+        objective.step(tap)
+        assert tap.pending is not None
+        lagged.take(objective, tap)
+    taken, added = [], Tensor.index_add_
+    monkeypatch.setattr(Tensor, "index_add_", lambda *given: taken.append(given) or added(*given))
+    torch.testing.assert_close(oracles.join(lagged.mean(lambda terms: terms)), wanted, rtol=1e-10, atol=1e-12)
+    assert bool(taken) is unsorted
+
+
 def test_records_are_those_of_a_step_without_it():
     """Also of samples whose weight is 0 or next to nothing, which must not come to count by what stands in for it."""
     problem, batch, _ = zero_weights()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +23,18 @@ class LaggedCross:
         weighing: how v enters.
         x: the vector, (D,).
         workers: how many share each batch.
+        in_passes: whether no pass over the data has a sample twice, and these steps are at most a pass.
     """
 
-    def __init__(self, weighing: Weighing, x: Tensor, workers: int = 1) -> None:
+    def __init__(self, weighing: Weighing, x: Tensor, workers: int = 1, in_passes: bool = False) -> None:
         problem = weighing.problem
         self.weighing = weighing
         self.along = problem.theta.unflatten(x)
         self.workers = workers
+        self.in_passes = in_passes
         self.steps = 0
         self._pending: list[tuple[Tensor, Tensor, tape.Overlap]] = []
+        self._columns: list[Any] = []  # of the indices of samples, in their batches
         self._total = [torch.zeros_like(leaf) for leaf in problem.v.leaves]
         self._theta = [torch.zeros_like(leaf) for leaf in problem.theta.leaves] if callable(problem.l2) else None
 
@@ -53,6 +57,8 @@ class LaggedCross:
         terms = tap.terms
         if tap.pending is not None:
             self._pending.append(tap.pending)
+            batch = objective.batch
+            self._columns.append(batch[-1] if self.in_passes and isinstance(batch, tuple) else None)
             terms = list[Tensor | None]()
         if terms is None:
             with objective.drawing():
@@ -72,17 +78,20 @@ class LaggedCross:
     def _pull(self) -> None:
         """Take the derivatives of weights that were waited with: of those that v was merely indexed by, all at once."""
         pending, self._pending = self._pending, []
+        columns, self._columns = self._columns, []
         for _, _, work in pending:
             work.join()
         own = [unpadded(weights) for weights, _, _ in pending]
         indices = [self.weighing.index_of(weights) for weights, _ in own]
         known = [index for index in indices if index is not None]
         if pending and len(known) == len(pending):
-            along = [
-                p.to(w.dtype) / w.shape[0] if share is None else p.to(w.dtype) * share / w.shape[0]
-                for (w, p, _), (_, share) in zip(pending, own, strict=True)
-            ]
-            self._total[0].index_put_((torch.cat(known),), torch.cat(along), accumulate=True)
+            index, along = torch.cat(known), _along(own, [p for _, p, _ in pending])
+            if all(column is not None and _same(column, i) for column, i in zip(columns, known, strict=True)):
+                # A sample is met twice at most, where one pass ends and the next begins, and beyond that with a share
+                # of 0: the order of the sums changes nothing, and on a GPU indices need not be sorted.
+                self._total[0].index_add_(0, index, along)
+            else:
+                self._total[0].index_put_((index,), along, accumulate=True)
             return
         for weights, products, _ in pending:
             for total, term in zip(self._total, self.weighing.pulled(weights, products), strict=True):
@@ -97,3 +106,23 @@ class LaggedCross:
             return found
         ridge = self.weighing.ridge([total / self.steps for total in self._theta], self.along)
         return [f if r is None else f + r for f, r in zip(found, ridge, strict=True)]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors lie in the same memory in the same way."""
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+
+
+def _along(weights: Sequence[tuple[Tensor, Tensor | None]], products: Sequence[Tensor]) -> Tensor:
+    """(1/B) <s_i, x> of all samples of several batches, each with its share if batches were filled up."""
+    sizes, shares = {w.shape[0] for w, _ in weights}, [share for _, share in weights]
+    given = [share for share in shares if share is not None]
+    if len(sizes) == 1 and len(given) in (0, len(shares)):  # by few operations
+        together = torch.cat([p.to(w.dtype) for (w, _), p in zip(weights, products, strict=True)])
+        return (together * torch.cat(given) if given else together) / sizes.pop()
+    return torch.cat(
+        [
+            p.to(w.dtype) / w.shape[0] if share is None else p.to(w.dtype) * share / w.shape[0]
+            for (w, share), p in zip(weights, products, strict=True)
+        ]
+    )

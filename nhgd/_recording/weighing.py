@@ -182,13 +182,13 @@ class Weighing:
             return losses, None
         weights = losses.weights.detach()
         sizes = weights.abs()
-        least = (FAINT * sizes.amax()).clamp_min(FAINTEST)
-        faint = sizes < least
+        least = (FAINT * torch.linalg.vector_norm(weights, torch.inf)).clamp_min(FAINTEST)
+        counts = sizes >= least
         share: float | Tensor = 1 / max(1, weights.shape[0])
         if weights.dtype not in (torch.float32, torch.float64):  # which a number of the host would not be rounded to
             share = torch.ones_like(least) / weights.shape[0]
-        seeds = torch.where(faint, least, weights) * share
-        return replace(losses, weights=weights.masked_fill(faint, 0.0)), seeds
+        seeds = torch.where(counts, weights, least) * share
+        return replace(losses, weights=weights * counts), seeds
 
     def pulled(self, weights: Tensor, products: Tensor) -> Terms:
         """(1/B) sum_i (dw_i/dv) <s_i, x>, one tensor for each leaf of v."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from nhgd.errors import percent
 from nhgd.loop.gain import Gain
 from nhgd.oracle import Oracle
 from nhgd.problem import LARGE
-from nhgd.variable import dot
+from nhgd.variable import products
 
 MEMORY = 0.8  # of the running mean of cosines, for each outer step
 POWER = 0.75
@@ -26,6 +26,7 @@ UNDETERMINED = 1e3
 # Inner loops beyond which the damping is negligible; the second without a ridge, where nothing else is added.
 LONGEST = (1e8, 1e4)
 EVERY = 4  # outer steps from one reading to the next, after the first few
+LAG = 2  # outer steps after which readings of a GPU are heeded: it never waits for the host, nor the host for it
 SHARE = 0.05  # of the inner loop's gradients that may be spent on measuring
 # The same for a large model: the products of few samples take up to twice as long as these gradients, by their calls.
 SHARE_OF_LARGE = 0.01
@@ -133,6 +134,7 @@ class Horizon:
             and whether it is used no more.
         poor, far: how many measurements in a row found x poor, and theta far from its inner optimum.
         taken: outer steps that were read.
+        noted: the numbers of outer steps with their running means, of which it is too early to heed them.
         steps: outer steps that were judged.
         first, lowest, recent: the first outer loss, the lowest running mean of it, and the present one.
     """
@@ -160,6 +162,7 @@ class Horizon:
     lowest: float = math.inf
     recent: float = math.nan
     steps: int = 0
+    noted: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
     def start(cls, device: torch.device, warm: bool = True, determined: bool = True) -> Horizon:
@@ -191,8 +194,9 @@ class Horizon:
     def observe(self, x: Tensor) -> None:
         """Compare x with the last one."""
         if self.adjoint is not None:
-            size = dot(x, x).sqrt() * dot(self.adjoint, self.adjoint).sqrt()
-            cosine = torch.where(size > 0, dot(x, self.adjoint) / size, self.cosine)
+            found = products(x, self.adjoint)
+            size = found.diagonal().sqrt().prod()
+            cosine = torch.where(size > 0, found[0, 1] / size, self.cosine)
             self.cosine = self.cosine.lerp(cosine, 1 - MEMORY)
         self.adjoint = x
         if self.correction is None and tape.repeatable():  # so that captured steps have one form
@@ -208,8 +212,7 @@ class Horizon:
 
     def ahead(self, first: Tensor, second: Tensor) -> Tensor:
         """How far theta still goes, from the ways it went in the two halves of the inner loop."""
-        a, b = first.double(), second.double()
-        self.halves = self.halves.lerp(torch.stack([a.dot(a), a.dot(b)]), 1 - MEMORY)
+        self.halves = self.halves.lerp(products(first, second)[0], 1 - MEMORY)
         size, along = self.halves
         most = tape.on_device(tape.number(lambda: self.farthest / (1 + self.farthest)))
         q = torch.where(size > 0, along / size, 0.0).clamp(min=0.0).clamp(max=most)
@@ -229,13 +232,41 @@ class Horizon:
         """How much the running mean of x keeps of itself."""
         return min(max(self.rho, 0.0), STEADY)
 
+    def means(self) -> Tensor:
+        """The running means, (6,)."""
+        return torch.cat([self.cosine.reshape(1), self.halves, self.gain.means])
+
+    @staticmethod
+    def reads(step: int) -> bool:
+        """Whether the running means of this step are heeded: those of every few alone."""
+        return step < EVERY or step % EVERY == EVERY - 1
+
+    @property
+    def lags(self) -> bool:
+        """Whether running means are heeded some steps later, when a GPU has long computed them."""
+        return self.cosine.is_cuda
+
+    def note(self, step: int, means: Sequence[float]) -> None:
+        """Keep the running means of a step, which is `LAG` steps behind when they are heeded."""
+        if self.reads(step):
+            self.noted = (*self.noted, (float(step), *means))
+
     def read(self, step: int) -> None:
-        """The running means, every few outer steps alone."""
-        if step < EVERY or step % EVERY == EVERY - 1:
-            self.rho, size, along, *means = torch.cat([self.cosine.reshape(1), self.halves, self.gain.means]).tolist()
-            self.left = max(along, 0.0) / (size - along) if size > along else math.inf
-            self.gain.read(means, self._persistence)
+        """Heed the running means that are due at the end of this step."""
         self.taken = step + 1
+        if not self.lags:
+            if self.reads(step):
+                self._heed(self.means().tolist())
+            return
+        for made, *means in self.noted:
+            if made <= step - LAG:
+                self._heed(means)
+        self.noted = tuple(kept for kept in self.noted if kept[0] > step - LAG)
+
+    def _heed(self, means: Sequence[float]) -> None:
+        self.rho, size, along, *others = means
+        self.left = max(along, 0.0) / (size - along) if size > along else math.inf
+        self.gain.read(others, self._persistence)
 
     @property
     def averages(self) -> bool:
@@ -249,18 +280,39 @@ class Horizon:
         """Whether successive adjoints are similar, so that findings about one hold for the next."""
         return self.warm and self.rho >= PERSISTENT
 
-    def due(self, step: int, inner_steps: int) -> bool:
-        """Whether products may be spent at this outer step."""
-        products = 1 + self.persists + self.compares
-        large = self.adjoint is not None and self.adjoint.numel() > LARGE
-        share = SHARE_OF_LARGE if large else SHARE
-        period: int = max(EVERY, math.ceil(products * PRODUCT / (share * max(inner_steps, 1))))
-        return step % period == 0
+    def due(self, step: int, inner_steps: int, recorded: Callable[[int], bool] | None = None) -> bool:
+        """Whether products may be spent at this outer step.
+
+        recorded: whether the outer step that comes so many after this one has a record. If one has where products are
+            due, and the next has none, products wait for that: captured steps are of fewer kinds.
+        """
+        share = SHARE_OF_LARGE if self._is_large else SHARE
+        period: int = max(EVERY, math.ceil((1 + sum(self._further)) * PRODUCT / (share * max(inner_steps, 1))))
+        place = step % period
+        if recorded is None or place > 1 or step == place:  # the first steps are not captured
+            return place == 0
+        waits = recorded(-place) and not recorded(1 - place)
+        return place == int(waits)
 
     @property
     def compares(self) -> bool:
         """Whether a measurement compares the learnt matrix with none."""
         return self.suspect or self.plain
+
+    @property
+    def _is_large(self) -> bool:
+        return self.adjoint is not None and self.adjoint.numel() > LARGE
+
+    @property
+    def _further(self) -> tuple[bool, bool]:
+        """Whether a measurement takes a product along z, and one to compare with.
+
+        On a GPU both or none: another kind of captured steps would cost more.
+        """
+        persists, compares = self.persists, self.compares
+        if self.lags and not self._is_large:
+            return persists or compares, persists or compares
+        return persists, compares
 
     def corrected(self, x: Tensor, u: Tensor) -> Tensor:
         """The learnt inverse's x for u, or u where no matrix is better, with the scale and the correction that are
@@ -302,39 +354,42 @@ class Horizon:
         # Before the products, beside whose graph no vector more should be held than must be
         newton = x.new_zeros(()) if gradient is None else solve(gradient()).norm()
         w = at.hvp(x)
-        persists, compares = self.persists, self.compares
+        along_z, beside = self._further
         z = solve(u - w)
-        hz = at.hvp(z) if persists else None
+        hz = at.hvp(z) if along_z else None
         other = u if learnt is None or not self.plain else learnt
-        ho = at.hvp(other) if compares else None
-        pairs: list[tuple[Tensor | None, Tensor | None]]
-        pairs = [(u, u), (x, u), (x, w), (z, u), (x, hz), (z, hz), (x, x), (z, z), (x, z), (w, w), (w, u), (w, hz)]
-        pairs += [(hz, hz), (hz, u), (other, u), (other, ho)]
+        ho = at.hvp(other) if beside else None
+        known = {"u": u, "x": x, "w": w, "z": z, "hz": hz, "other": other, "ho": ho}
+        given = {name: vector for name, vector in known.items() if vector is not None}
+        of_all, places = products(*given.values()), {name: i for i, name in enumerate(given)}
         none = newton.new_zeros((), dtype=torch.float64)
-        numbers = [none if a is None or b is None else dot(a, b) for a, b in pairs]
+        pairs = "u u, x u, x w, z u, x hz, z hz, x x, z z, x z, w w, w u, w hz, hz hz, hz u, other u, other ho"
+        named = [pair.split() for pair in pairs.split(", ")]
+        numbers = [of_all[places[a], places[b]] if a in places and b in places else none for a, b in named]
         here = at.problem.theta.flat()
-        numbers = [*numbers[:-2], newton.double(), dot(here, here).sqrt(), *numbers[-2:]]
+        numbers = [*numbers[:-2], newton.double(), torch.linalg.vector_norm(here, dtype=torch.float64), *numbers[-2:]]
         stacked, outcome = torch.stack(numbers), dict[str, Any]()
 
         def look() -> None:
-            found = stacked.tolist()
+            found, persists, compares = stacked.tolist(), self.persists, self.compares
             a, b, notes = self._learnt(found[:-2], persists, gradient is not None)
             swapped = self._compared(found[-2], found[-1], found) if compares and notes else None
             # Where the other is better x gives way, and so does its correction.
             learnt = (a, b, 0.0) if swapped is None else (0.0, 0.0, swapped)
-            outcome.update(zip(("a", "b", "c", "notes"), (*learnt, notes), strict=True))
+            kept = learnt[0] if persists else float(swapped is None)
+            outcome.update(zip(("a", "b", "c", "kept", "notes"), (*learnt, kept, notes), strict=True))
 
         tape.eager(look)
         if tape.tape() is None and not outcome["notes"]:
             return x, {}
         a = tape.on_device(tape.number(lambda: outcome["a"]))
         b = tape.on_device(tape.number(lambda: outcome["b"]))
-        if persists:
-            self.correction = b * z if self.correction is None else a * self.correction + b * z
-        elif compares and self.correction is not None:
-            self.correction = self.correction * tape.on_device(tape.number(lambda: float(outcome["c"] == 0)))
+        if (along_z or beside) and self.correction is not None:
+            self.correction = self.correction * tape.on_device(tape.number(lambda: outcome["kept"]))
+        if along_z:
+            self.correction = b * z if self.correction is None else self.correction + b * z
         better = a * x + b * z
-        if compares:
+        if beside:
             better = better + tape.on_device(tape.number(lambda: outcome["c"])) * other
         return better, tape.host_value(lambda: outcome["notes"])
 
@@ -377,10 +432,10 @@ class Horizon:
         self.plain, self.scale = not self.plain, ou / oh
         return self.scale
 
-    def signature(self, step: int, inner_steps: int) -> tuple[Any, ...]:
+    def signature(self, step: int, inner_steps: int, recorded: Callable[[int], bool]) -> tuple[Any, ...]:
         """What decides which work an outer step does here, numbers aside."""
         known = self.correction is None, self.adjoint is None, self.error is None, self.plain, self.averages
-        return (self.due(step, inner_steps) and (self.persists, self.compares), *known)
+        return (self.due(step, inner_steps, recorded) and self._further, *known)
 
     def warning_for(self, loss: float) -> str | None:
         """Why the hypergradient is not to be trusted, in a sentence with the remedy; None where nothing speaks

@@ -22,7 +22,9 @@ def half_of(loop: Loop, batch: Batch, horizon: Horizon | None) -> tuple[Batch, f
     if horizon is None or horizon.determined or loop.outer.batches != 1 or isinstance(batch, Padded):
         return None
     samples = common_length(batch)
-    if samples is None or samples < 2 or not horizon.due(loop.clock.k, loop.clock.t):
+    steps = loop.clock.t
+    due = horizon.due(loop.clock.k, steps, loop.records(loop.clock.total - steps, steps))
+    if samples is None or samples < 2 or not due:
         return None
     count = samples // 2
 
