@@ -174,11 +174,16 @@ class NHGD(AbstractAlgorithm):
     @property
     @override
     def not_repeatable(self) -> str | None:
-        if self.inner == "natural":
-            return "natural steps read the loss after each step"
-        if self.cross == "trajectory" or self.curvature == "fresh" or self.observe == "end":
-            return "only cross='lagged' and 'final', carried curvature and observe='all' are captured"
+        if self.inner == "natural" and not isinstance(None if self.inverse is None else self.inverse.learner, FisherWindow):
+            return "natural steps by another inverse than the window read its damping on the host"
+        if self.cross == "trajectory" or self.curvature == "fresh":
+            return "only cross='lagged' and 'final' and carried curvature are captured"
         return None
+
+    @property
+    @override
+    def uses_inner_optimizer(self) -> bool:
+        return self.inner != "natural"
 
     @override
     def init(self, loop: Loop) -> NHGDState:
@@ -246,7 +251,7 @@ class NHGD(AbstractAlgorithm):
         norm = loop.move_v(found.leaves)
         notes = {"inverse": inverse.name} | noted
         if state.marquardt is not None:
-            notes |= {"damping": state.marquardt.damping, "taken_back": state.marquardt.taken_back}
+            notes |= state.marquardt.notes()
         info = StepInfo(found.value, tape.reading(torch.stack(losses).mean()), norm, lag, notes)
         loop.remarks["cross"] = {"way": way} | ({} if recognition is None else vars(recognition))
         return replace(state, adjoint=found.adjoint, recognition=recognition), info

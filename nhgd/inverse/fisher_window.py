@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from math import isfinite
 from typing import Any, ClassVar, Literal, final
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from nhgd import _tape as tape
 from nhgd._recording.accounting import held
 from nhgd._validation import positive
 from nhgd.errors import InputError, NonFiniteError
@@ -166,8 +167,10 @@ class FisherWindow(Periodic[WindowState]):
         for stored, tensor in pairs(state, news):
             for places, samples in new:
                 stored[places] = tensor[-kept:][samples]
+        # A captured step repeats what the device did, not the number that the host knew then.
+        stamp = state.observed if tape.tape() is None else state.stamps[state.position - 1] + 1
         for places, _ in new:
-            state.stamps[places] = state.observed
+            state.stamps[places] = stamp
             state.shares[places] = 1 / kept
         filled = min(self.length, state.filled + kept)
         position = (state.position + kept) % self.length
@@ -250,7 +253,8 @@ class FisherWindow(Periodic[WindowState]):
         if self.weights == "average":
             weights = torch.full_like(state.shares[: state.filled], 1 / state.filled)
         else:
-            ages = (state.observed - 1 - state.stamps[: state.filled]).double()
+            stamps = state.stamps[: state.filled]
+            ages = (stamps.amax() - stamps).double()
             weights = self.beta**ages * state.shares[: state.filled]
             weights = weights / weights.sum()
         return weights.repeat_interleave(len(state.gram) // self.length)
@@ -266,24 +270,22 @@ class FisherWindow(Periodic[WindowState]):
         return self._factorised(state, ridge)[0]
 
     def _factorised(self, state: WindowState, ridge: Ridge) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
-        """u -> x, and the notes of the solve."""
+        """u -> x, and the notes of the solve. In a captured step its checks are made later, when their numbers arrive."""
         size = sum(state.sizes.values())
         shift = ridge.diagonal(size, torch.float64, None if state.gram is None else state.gram.device)
         coefficients = shift[:0] if state.gram is None else self._coefficients(state)
         count = len(coefficients)
         gram = shift.new_zeros(0, 0) if state.gram is None else state.gram[:count, :count]
-        trace = float(gram.diagonal().dot(coefficients))
-        if not isfinite(trace):
-            raise NonFiniteError(
-                "FisherWindow: a gradient in the window contains nan or inf. Lower inner_lr, or check the inner losses."
-            )
-        damping = resolve_damping(self.damping, ridge, trace / size)
+        trace = gram.diagonal().dot(coefficients)
+        tape.defer(_refuse_trace, tape.reading(trace))
+        damping = resolve_damping(self.damping, ridge, lambda: trace / size)
         shift = shift + damping
-        refuse_singular("FisherWindow", shift, observed=count > 0)
+        tape.defer(partial(refuse_singular, "FisherWindow", observed=count > 0), tape.reading((shift > 0).all()))
         blocks = [block.take(slice(0, state.filled)) for block in state.blocks()]
-        low, high = torch.aminmax(shift)
-        if bool(low == high):
-            system = gram / high
+        if not ridge.is_uniform and tape.tape() is not None:
+            raise tape.NotRepeatable("the ridge is not a single number")
+        if ridge.is_uniform or bool((shift == shift[0]).all()):
+            system = gram / shift[0]
         else:
             system = torch.zeros_like(gram)
             for block in blocks:
@@ -292,11 +294,7 @@ class FisherWindow(Periodic[WindowState]):
         system.mul_(root[:, None]).mul_(root)
         system.diagonal().add_(1.0)
         factor, info = torch.linalg.cholesky_ex(system)
-        if int(info) != 0:
-            raise InputError(
-                "FisherWindow: the ridge and the damping are lost in rounding against F. Pass a larger damping, or"
-                " give the problem a larger l2."
-            )
+        tape.defer(_refuse_rounding, tape.reading(info))
 
         def apply(u: Tensor) -> Tensor:
             x = u.to(shift) / shift
@@ -308,14 +306,11 @@ class FisherWindow(Periodic[WindowState]):
                     block.add_adjoint((root * y).view_as(pushed), back)
                 x -= back / shift
             x = x.to(u)
-            if not bool(torch.isfinite(x).all()):
-                raise NonFiniteError(
-                    "FisherWindow: the solution contains nan or inf. Check the right-hand side, and raise the"
-                    " damping or the l2."
-                )
+            tape.defer(_refuse_solution, tape.reading(torch.isfinite(x).all()))
             return x
 
-        return apply, {"damping": damping, "samples": state.filled, "rows": count}
+        notes = {"damping": tape.reading(damping) if isinstance(damping, Tensor) else damping}
+        return apply, notes | {"samples": state.filled, "rows": count}
 
     @override
     def memory(self, theta: Variable) -> int:
@@ -347,6 +342,29 @@ class FisherWindow(Periodic[WindowState]):
         if rows <= MANY_ROWS or self.allow_large:
             return []
         return [f"{rows} rows are refused without allow_large=True"]
+
+
+def _refuse_trace(trace: float) -> None:
+    if not isfinite(trace):
+        raise NonFiniteError(
+            "FisherWindow: a gradient in the window contains nan or inf. Lower inner_lr, or check the inner losses."
+        )
+
+
+def _refuse_rounding(info: float) -> None:
+    if info != 0:
+        raise InputError(
+            "FisherWindow: the ridge and the damping are lost in rounding against F. Pass a larger damping, or"
+            " give the problem a larger l2."
+        )
+
+
+def _refuse_solution(finite: float) -> None:
+    if not finite:
+        raise NonFiniteError(
+            "FisherWindow: the solution contains nan or inf. Check the right-hand side, and raise the"
+            " damping or the l2."
+        )
 
 
 def _linear(theta: Variable) -> list[nn.Linear]:
