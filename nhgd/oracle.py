@@ -82,8 +82,7 @@ class Oracle:
         self.calls = OracleCalls() if calls is None else calls
         self._outer = OuterObjective(self.problem, None) if outer is None else outer
         self._sum = self.objectives[0].summed
-        # Added to the diagonal of every matrix that is asked for here: of the horizon, or of a natural step.
-        self.damping: float | Tensor = 0.0
+        self.damping = 0.0  # of the horizon: added to the diagonal of every matrix that is asked for here
         self._kept: tuple[Tensor, ...] | None = None
         self._value: Tensor | None = None  # of the batch whose graph was made last
 
@@ -122,15 +121,15 @@ class Oracle:
         number = self.problem.ridge_number()
         return Ridge(self.problem.ridge_diagonal() if number is None else number).plus(self.damping)
 
-    def damp(self, damping: float | Tensor) -> None:
+    def damp(self, damping: float) -> None:
         """Add damping / 2 |theta - theta_now|^2 to the inner objective of all products here."""
         self.damping = damping
         self.__dict__.pop("ridge", None)  # that of before
 
     def _damped(self, product: Tensor, vector: Tensor) -> Tensor:
-        if not isinstance(self.damping, Tensor) and not self.damping:
+        if not self.damping:
             return product
-        damping = self.damping if isinstance(self.damping, Tensor) else tape.on_device(self.damping)
+        damping = tape.on_device(self.damping)
         if isinstance(damping, Tensor):
             return product.addcmul_(vector, damping.to(vector.dtype))
         return product.add_(vector, alpha=damping)

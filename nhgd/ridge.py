@@ -17,8 +17,8 @@ class Ridge:
     """The Hessian of sum( l2 * theta^2 ), a diagonal: 2 l2 for every coordinate of theta.
 
     Args:
-        value: one number if it is the same everywhere, so that nothing is read from a device that may be busy, or a
-            0-dimensional tensor if the device alone knows it; else (D,).
+        value: one number if it is the same everywhere, so that nothing is read from a device that may be busy;
+            else (D,).
 
     >>> Ridge(0.5).diagonal(2, torch.float64).tolist()
     [0.5, 0.5]
@@ -36,16 +36,14 @@ class Ridge:
     @property
     def is_uniform(self) -> bool:
         """Whether it is known to be the same for every coordinate."""
-        return isinstance(self.value, float) or self.value.ndim == 0
+        return isinstance(self.value, float)
 
-    def plus(self, damping: float | Tensor) -> Ridge:
-        """With a number added to every entry, which the device alone may know: then a tensor without dimensions.
+    def plus(self, damping: float) -> Ridge:
+        """With a number added to every entry.
 
         >>> Ridge(0.5).plus(0.25).value
         0.75
         """
-        if isinstance(damping, Tensor):
-            return Ridge(tape.on_device(self.value) + damping if isinstance(self.value, float) else self.value + damping)
         return self if damping == 0 else Ridge(self.value + damping)
 
     def diagonal(self, size: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -55,8 +53,7 @@ class Ridge:
             if isinstance(value, Tensor):
                 return value.to(dtype).expand(size)
             return torch.full((size,), value, dtype=dtype, device=device)
-        value = self.value.to(device=device, dtype=dtype)
-        return value.expand(size) if value.ndim == 0 else value
+        return self.value.to(device=device, dtype=dtype)
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
         """Its tensor in a message: 0-dimensional, in main memory, or (D,)."""

@@ -86,7 +86,8 @@ class Script(Tape):
         self._kept = 0  # bytes
         self._place = [0, 0]  # in the arena
         self._sent = [0, 0]
-        self._values: Tensor | None = None  # of the readings, after a step
+        self._values: Tensor | None = None  # of the readings, after a step, by their dtypes
+        self._order: list[int] = []  # where among them each reading is
         self._rows = torch.zeros(DEPTH, len(rehearsal.readings), dtype=torch.float64, pin_memory=device.type == "cuda")
 
     # -- capture
@@ -131,7 +132,13 @@ class Script(Tape):
             raise NotRepeatable("a step did less under capture than when it ran eagerly")
         if self._readings:
             self._capture.join()
-            self._values = torch.stack([t.double() for t in self._readings])
+            kinds: dict[torch.dtype, list[int]] = {}  # of one dtype are converted together
+            for place, number in enumerate(self._readings):
+                kinds.setdefault(number.dtype, []).append(place)
+            found = [torch.stack([self._readings[i].reshape(()) for i in some]).double() for some in kinds.values()]
+            self._values = torch.cat(found)
+            order = [place for some in kinds.values() for place in some]
+            self._order = sorted(range(len(order)), key=order.__getitem__)
         self._close()
         self._capture.settled()
         self._early = {}
@@ -270,9 +277,9 @@ class Script(Tape):
     def values(self, row: int) -> list[float]:
         """The readings in a row, once the device has finished."""
         found: list[float] = self._rows[row].tolist()
-        return found
+        return [found[k] for k in self._order]
 
     def last_values(self) -> list[float]:
         """The readings of the last step."""
         found: list[float] = [] if self._values is None else self._values.tolist()
-        return found
+        return [found[k] for k in self._order]

@@ -251,7 +251,9 @@ class NHGD(AbstractAlgorithm):
         norm = loop.move_v(found.leaves)
         notes = {"inverse": inverse.name} | noted
         if state.marquardt is not None:
-            notes |= state.marquardt.notes()
+            marquardt = state.marquardt
+            notes["damping"] = tape.host_value(lambda: marquardt.damping)
+            notes["taken_back"] = tape.host_value(lambda: marquardt.taken_back)
         info = StepInfo(found.value, tape.reading(torch.stack(losses).mean()), norm, lag, notes)
         loop.remarks["cross"] = {"way": way} | ({} if recognition is None else vars(recognition))
         return replace(state, adjoint=found.adjoint, recognition=recognition), info

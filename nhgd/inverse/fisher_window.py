@@ -272,41 +272,41 @@ class FisherWindow(Periodic[WindowState]):
     def _factorised(self, state: WindowState, ridge: Ridge) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
         """u -> x, and the notes of the solve. In a captured step its checks are made later, when their numbers arrive."""
         size = sum(state.sizes.values())
-        shift = ridge.diagonal(size, torch.float64, None if state.gram is None else state.gram.device)
-        coefficients = shift[:0] if state.gram is None else self._coefficients(state)
-        count = len(coefficients)
-        gram = shift.new_zeros(0, 0) if state.gram is None else state.gram[:count, :count]
-        trace = gram.diagonal().dot(coefficients)
+        device = None if state.gram is None else state.gram.device
+        coefficients = None if state.gram is None else self._coefficients(state)
+        count = 0 if coefficients is None else len(coefficients)
+        gram = torch.zeros(0, 0, dtype=torch.float64) if state.gram is None else state.gram[:count, :count]
+        trace = gram.new_zeros(()) if coefficients is None else gram.diagonal().dot(coefficients)
         tape.defer(_refuse_trace, tape.reading(trace))
         damping = resolve_damping(self.damping, ridge, lambda: trace / size)
-        shift = shift + damping
-        tape.defer(partial(refuse_singular, "FisherWindow", observed=count > 0), tape.reading((shift > 0).all()))
+        shift = ridge.diagonal(1 if ridge.is_uniform else size, torch.float64, device) + damping
+        tape.defer(partial(refuse_singular, "FisherWindow", observed=count > 0), tape.reading(shift.amin() > 0))
+        uniform = ridge.is_uniform or (tape.tape() is None and bool((shift == shift[0]).all()))
         blocks = [block.take(slice(0, state.filled)) for block in state.blocks()]
-        if not ridge.is_uniform and tape.tape() is not None:
-            raise tape.NotRepeatable("the ridge is not a single number")
-        if ridge.is_uniform or bool((shift == shift[0]).all()):
+        if uniform:
             system = gram / shift[0]
         else:
             system = torch.zeros_like(gram)
             for block in blocks:
                 system += block.gram(block, 1 / shift).view(count, count)
-        root = coefficients.sqrt()
-        system.mul_(root[:, None]).mul_(root)
+        if coefficients is not None:
+            root = coefficients.sqrt()
+            system.mul_(root[:, None]).mul_(root)
         system.diagonal().add_(1.0)
         factor, info = torch.linalg.cholesky_ex(system)
         tape.defer(_refuse_rounding, tape.reading(info))
 
         def apply(u: Tensor) -> Tensor:
-            x = u.to(shift) / shift
+            x = u.double() / shift
             if blocks:
-                pushed = torch.stack([block.times(x) for block in blocks]).sum(0)  # (n, K)
+                pushed = reduce(Tensor.add, (block.times(x) for block in blocks))  # (n, K)
                 y = torch.cholesky_solve((root * pushed.flatten())[:, None], factor)[:, 0]
                 back = torch.zeros_like(x)
                 for block in blocks:
                     block.add_adjoint((root * y).view_as(pushed), back)
                 x -= back / shift
             x = x.to(u)
-            tape.defer(_refuse_solution, tape.reading(torch.isfinite(x).all()))
+            tape.defer(_refuse_solution, tape.reading(x.abs().amax()))
             return x
 
         notes = {"damping": tape.reading(damping) if isinstance(damping, Tensor) else damping}
@@ -359,8 +359,8 @@ def _refuse_rounding(info: float) -> None:
         )
 
 
-def _refuse_solution(finite: float) -> None:
-    if not finite:
+def _refuse_solution(largest: float) -> None:
+    if not isfinite(largest):
         raise NonFiniteError(
             "FisherWindow: the solution contains nan or inf. Check the right-hand side, and raise the"
             " damping or the l2."

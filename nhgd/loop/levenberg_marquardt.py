@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +34,8 @@ class LevenbergMarquardt:
     times in all, from the curvature at hand. The damping is doubled below a ratio of 1/4 and divided by 3 above 3/4,
     but kept at `floor` or more: below it the curvature is rounding.
 
-    The device decides, so that a step can be captured. The host reads one number of it: whether another try is due.
-
-    Attributes:
-        damping, taken_back: numbers at the start, then tensors without dimensions.
+    A step reads three numbers of the device, to decide on another try. In a captured step that is eager work between
+    two graphs; further tries, which are rare, are eager as well.
 
     References: J. Martens, Deep learning via Hessian-free optimization, 2010, section 4.1; J. Martens, R. Grosse, 2015,
     section 6.5. Deviations: 1. steps that raise the loss are taken back, because theta is judged by its inner gradient.
@@ -45,8 +43,8 @@ class LevenbergMarquardt:
 
     lr: float = 1.0
     floor: float = 0.0
-    damping: float | Tensor = 0.0
-    taken_back: int | Tensor = 0
+    damping: float = 0.0
+    taken_back: int = 0
 
     def step(
         self, loop: Loop, objective: Objective | None = None, record: bool = True, cross: LaggedCross | None = None
@@ -68,92 +66,73 @@ class LevenbergMarquardt:
         found = loop.gradient(objective, record, cross=cross)
         gradient = theta.flatten(found.gradient)
         state, _ = executor.state()
-        if not isinstance(self.damping, Tensor) and self.damping == 0.0:
+        if self.damping == 0.0:
             # A first guess in the units of the curvature: a tenth of what it is along the gradient.
             at = loop.replay(objective)
             first = preconditioner(inverse, state, at)(gradient)
             guess = 0.1 * float(gradient.norm()) / max(float(first.norm()), torch.finfo(first.dtype).tiny)
             self.damping = max(guess, self.floor)
-        tried = Try(
-            theta.flat(),
-            torch.as_tensor(self.damping, dtype=torch.float64, device=theta.device),
-            torch.as_tensor(self.taken_back, dtype=torch.int64, device=theta.device),
-        )
-        loop.shift_theta(torch.zeros_like(tried.theta))
-        move = partial(self._tried, loop, inverse, state, objective, found.value, tried.theta, gradient)
-        first_try = move(tried)
-
-        def others() -> tuple[Tensor, Tensor, Tensor]:
-            tried = first_try
-            with tape.taping(None, tape.repeatable()):
-                for _ in range(TRIES - 1):
-                    if not bool(tried.failed):
-                        break
-                    tried = move(tried)
-            return tried.theta, tried.damping, tried.taken_back
-
-        reached, self.damping, self.taken_back = tape.eager(others)
-        if tape.tape() is not None:
-            theta.assign(reached)
+        here = theta.flat()
+        loop.shift_theta(torch.zeros_like(here))
+        move = partial(self._move, loop, inverse, state, objective, here, gradient)
+        first_try = move(found.value)
+        theta.assign(tape.eager(lambda: self._decided(loop, move, here, found.value, first_try)))
         return found.value
 
-    def notes(self) -> dict[str, Any]:
-        """For the row of the history."""
-        assert isinstance(self.damping, Tensor)
-        assert isinstance(self.taken_back, Tensor)
-        return {
-            "damping": tape.reading(self.damping),
-            "taken_back": tape.defer(int, tape.reading(self.taken_back)),
-        }
-
-    def _tried(
+    def _move(
         self,
         loop: Loop,
         inverse: AbstractInverse,
         state: Any,
         objective: Objective,
-        value: Tensor,
         here: Tensor,
         gradient: Tensor,
-        last: Try,
-    ) -> Try:
-        """Take a step from `here`, where the loss is `value`, with the damping that the last try left; undo it if it
-        fails.
-        """
-        theta, damping, dtype = loop.problem.theta, last.damping, loop.problem.theta.dtype
+        before: Tensor,
+    ) -> Tensor:
+        """Take a step from `here` with the damping as it stands; returns the loss before it and after it, and g.x."""
+        theta = loop.problem.theta
         at = loop.replay(objective)  # theta must not move while one is in use
-        direction = _damped(inverse, state, at, damping)(gradient)
+        direction = self._preconditioner(inverse, state, at)(gradient)
         theta.assign(here - self.lr * direction)
         loop.project_theta()
-        before, after = value.double(), objective.loss().double()
-        predicted = self.lr * (1 - self.lr / 2) * gradient.dot(direction).double()
-        rounding = 100 * torch.finfo(dtype).eps * before.abs()
-        settled = (predicted.abs() <= rounding) & ((after - before).abs() <= rounding)  # there the ratio is noise
-        failed = ~settled & ~(after <= before)
-        ratio = torch.where(predicted > 0, (before - after) / predicted, -1.0)
-        lowered = (damping / 3).clamp_min(max(self.floor, torch.finfo(dtype).tiny * 1e6))
-        adapted = torch.where(ratio < 0.25, damping * 2, torch.where(ratio > 0.75, lowered, damping))
-        adapted = torch.where(settled, damping, torch.where(failed, damping * 4, adapted))
-        reached = torch.where(failed, here, theta.flat())
-        theta.assign(reached)
-        return Try(reached, adapted, last.taken_back + failed, failed)
+        return torch.stack([t.double() for t in (before, objective.loss(), gradient.dot(direction))])
 
+    def _preconditioner(self, inverse: AbstractInverse, state: Any, at: Oracle) -> Callable[[Tensor], Tensor]:
+        """u -> (F + 2 l2 + damping I)^{-1} u."""
+        assert inverse.learner is not None
+        if tape.tape() is None:
+            return preconditioner(with_learner(inverse, damped(inverse.learner, self.damping)), state, at)
+        at.damp(tape.number(lambda: self.damping))
+        return preconditioner(with_learner(inverse, damped(inverse.learner, 0.0)), state, at)
 
-class Try(NamedTuple):
-    """Where a try has led: theta (D,), the next damping, how many were taken back in the run, whether this one was."""
+    def _decided(
+        self, loop: Loop, move: Callable[[Tensor], Tensor], here: Tensor, value: Tensor, first_try: Tensor
+    ) -> Tensor:
+        """Where theta ends, (D,), after the first try and those that have to follow; the damping is adapted."""
+        theta, numbers = loop.problem.theta, first_try
+        with tape.taping(None, tape.repeatable()):
+            for tries in range(1, TRIES + 1):
+                if self._settles(*numbers.tolist(), theta.dtype):
+                    return theta.flat()
+                self.damping *= 4
+                self.taken_back += 1
+                if tries < TRIES:
+                    numbers = move(value)
+        return here
 
-    theta: Tensor
-    damping: Tensor
-    taken_back: Tensor
-    failed: Tensor | None = None
+    def _settles(self, before: float, after: float, slope: float, dtype: torch.dtype) -> bool:
+        """Whether a step is kept; if so, the damping is adapted."""
+        predicted = self.lr * (1 - self.lr / 2) * slope
+        rounding = 100 * torch.finfo(dtype).eps * abs(before)
+        if abs(predicted) <= rounding and abs(after - before) <= rounding:
+            return True  # at the optimum the ratio is noise
+        if after <= before:
+            self._adapt((before - after) / predicted if predicted > 0 else -1.0, dtype)
+            return True
+        return False
 
-
-def _damped(inverse: AbstractInverse, state: Any, at: Oracle, damping: Tensor) -> Callable[[Tensor], Tensor]:
-    """u -> (F + 2 l2 + damping)^{-1} u."""
-    assert inverse.learner is not None
-    if tape.tape() is None:
-        adapted = with_learner(inverse, damped(inverse.learner, float(damping)))
-    else:  # the damping stays on the device, and comes with the ridge
-        adapted = with_learner(inverse, damped(inverse.learner, 0.0))
-        at.damp(damping)
-    return preconditioner(adapted, state, at)
+    def _adapt(self, ratio: float, dtype: torch.dtype) -> None:
+        if ratio < 0.25:
+            self.damping *= 2
+        elif ratio > 0.75:
+            self.damping = max(self.damping / 3, self.floor, torch.finfo(dtype).tiny * 1e6)
