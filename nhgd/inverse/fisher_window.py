@@ -176,6 +176,11 @@ class FisherWindow(Periodic[WindowState]):
         position = (state.position + kept) % self.length
         old = list(self._runs(position if filled == self.length else 0, filled - kept))
         gram = state.gram.view(self.length, news.roots, self.length, news.roots)
+        if kept == filled and pool_of(record) is None:  # half of the products tell the others
+            gram[:filled, :, :filled] = reduce(
+                Tensor.add_, (block.take(slice(0, filled)).own_gram() for block in state.blocks())
+            )
+            return replace(state, observed=state.observed + 1, position=position, filled=filled)
         for places, found in self._products(state, [places for places, _ in new], filled, news.roots, pool_of(record)):
             gram[places, :, :filled] = found
             for others, _ in old:

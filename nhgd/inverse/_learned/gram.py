@@ -21,6 +21,8 @@ from typing_extensions import override
 
 PIECE = 2**23  # float64 numbers in one temporary array: 64 MiB
 
+STRIP = 512  # rows of a symmetric product that are computed together, up to the diagonal
+
 B = TypeVar("B", bound="AbstractBlock")
 
 
@@ -42,6 +44,10 @@ class AbstractBlock(ABC):
     @abstractmethod
     def gram(self: B, other: B, metric: Tensor | None = None) -> Tensor:
         """R diag(metric) R_other^T, (n, K, m, K). The metric, (D,), is of all parameters; None means 1."""
+
+    def own_gram(self) -> Tensor:
+        """R R^T, (n, K, n, K)."""
+        return self.gram(self)
 
     @abstractmethod
     def times(self, vector: Tensor) -> Tensor:
@@ -81,6 +87,21 @@ class Rows(AbstractBlock):
                 left = left * metric[there]
             total.addmm_(left, other.rows[:, :, here].flatten(0, 1).double().T)
         return total.reshape(n, k, m, k)
+
+    @override
+    def own_gram(self) -> Tensor:
+        """What lies above its diagonal, but for blocks on it, is copied from below."""
+        n, k, _ = self.rows.shape
+        size = n * k
+        strips = [slice(first, min(first + STRIP, size)) for first in range(0, size, STRIP)]
+        total = torch.zeros(size, size, dtype=torch.float64, device=self.rows.device)
+        for here, _ in self._columns(n):
+            part = self.rows[:, :, here].flatten(0, 1).double()
+            for strip in strips:
+                total[strip, : strip.stop].addmm_(part[strip], part[: strip.stop].T)
+        for strip in strips:
+            total[: strip.start, strip] = total[strip, : strip.start].T
+        return total.reshape(n, k, n, k)
 
     @override
     def times(self, vector: Tensor) -> Tensor:
