@@ -250,18 +250,16 @@ class FisherWindow(Periodic[WindowState]):
             biases=dict(news.biases),
         )
 
-    def _coefficients(self, state: WindowState) -> Tensor:
-        """c for every row, (n K,)."""
-        assert state.gram is not None
+    def _coefficients(self, state: WindowState) -> float | Tensor:
+        """c: one number if all rows have the same, else (n K,)."""
+        if self.weights == "average" or state.gram is None:
+            return 1 / max(1, state.filled)
         assert state.stamps is not None
         assert state.shares is not None
-        if self.weights == "average":
-            weights = torch.full_like(state.shares[: state.filled], 1 / state.filled)
-        else:
-            stamps = state.stamps[: state.filled]
-            ages = (stamps.amax() - stamps).double()
-            weights = self.beta**ages * state.shares[: state.filled]
-            weights = weights / weights.sum()
+        stamps = state.stamps[: state.filled]
+        ages = (stamps.amax() - stamps).double()
+        weights = self.beta**ages * state.shares[: state.filled]
+        weights = weights / weights.sum()
         return weights.repeat_interleave(len(state.gram) // self.length)
 
     @override
@@ -277,24 +275,30 @@ class FisherWindow(Periodic[WindowState]):
     def _factorised(self, state: WindowState, ridge: Ridge) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
         """u -> x, and the notes of the solve. In a captured step its checks are made later, when their numbers arrive."""
         size = sum(state.sizes.values())
-        device = None if state.gram is None else state.gram.device
-        coefficients = None if state.gram is None else self._coefficients(state)
-        count = 0 if coefficients is None else len(coefficients)
-        gram = torch.zeros(0, 0, dtype=torch.float64) if state.gram is None else state.gram[:count, :count]
-        trace = gram.new_zeros(()) if coefficients is None else gram.diagonal().dot(coefficients)
+        gram = torch.zeros(0, 0, dtype=torch.float64)
+        if state.gram is not None:
+            count = state.filled * len(state.gram) // self.length
+            gram = state.gram[:count, :count]
+        coefficients = self._coefficients(state)
+        trace = (gram.diagonal() * coefficients).sum()
         tape.defer(_refuse_trace, tape.reading(trace))
         damping = resolve_damping(self.damping, ridge, lambda: trace / size)
+        device = None if state.gram is None else gram.device
         shift = ridge.diagonal(1 if ridge.is_uniform else size, torch.float64, device) + damping
-        tape.defer(partial(refuse_singular, "FisherWindow", observed=count > 0), tape.reading(shift.amin() > 0))
+        observed = state.gram is not None
+        tape.defer(partial(refuse_singular, "FisherWindow", observed=observed), tape.reading(shift.amin() > 0))
         uniform = ridge.is_uniform or (tape.tape() is None and bool((shift == shift[0]).all()))
         blocks = [block.take(slice(0, state.filled)) for block in state.blocks()]
         if uniform:
-            system = gram / shift[0]
+            system = gram * (coefficients / shift[0]) if isinstance(coefficients, float) else gram / shift[0]
         else:
             system = torch.zeros_like(gram)
             for block in blocks:
-                system += block.gram(block, 1 / shift).view(count, count)
-        if coefficients is not None:
+                system += block.gram(block, 1 / shift).view(len(gram), len(gram))
+            if isinstance(coefficients, float):
+                system.mul_(coefficients)
+        root: float | Tensor = 1.0
+        if isinstance(coefficients, Tensor):
             root = coefficients.sqrt()
             system.mul_(root[:, None]).mul_(root)
         system.diagonal().add_(1.0)
@@ -305,17 +309,19 @@ class FisherWindow(Periodic[WindowState]):
             x = u.double() / shift
             if blocks:
                 pushed = reduce(Tensor.add, (block.times(x) for block in blocks))  # (n, K)
-                y = torch.cholesky_solve((root * pushed.flatten())[:, None], factor)[:, 0]
+                right = pushed.flatten() if isinstance(root, float) else root * pushed.flatten()
+                y = torch.cholesky_solve(right[:, None], factor)[:, 0]
+                y = coefficients * y if isinstance(coefficients, float) else root * y
                 back = torch.zeros_like(x)
                 for block in blocks:
-                    block.add_adjoint((root * y).view_as(pushed), back)
-                x -= back / shift
+                    block.add_adjoint(y.view_as(pushed), back)
+                x.addcdiv_(back, shift, value=-1)
             x = x.to(u)
             tape.defer(_refuse_solution, tape.reading(x.abs().amax()))
             return x
 
         notes = {"damping": tape.reading(damping) if isinstance(damping, Tensor) else damping}
-        return apply, notes | {"samples": state.filled, "rows": count}
+        return apply, notes | {"samples": state.filled, "rows": len(gram)}
 
     @override
     def memory(self, theta: Variable) -> int:

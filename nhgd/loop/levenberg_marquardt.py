@@ -34,8 +34,8 @@ class LevenbergMarquardt:
     times in all, from the curvature at hand. The damping is doubled below a ratio of 1/4 and divided by 3 above 3/4,
     but kept at `floor` or more: below it the curvature is rounding.
 
-    A step reads three numbers of the device, to decide on another try. In a captured step that is eager work between
-    two graphs; further tries, which are rare, are eager as well.
+    A step reads three numbers of the device, to decide on another try. In a captured step the host does so between two
+    graphs, and takes further tries eagerly.
 
     References: J. Martens, Deep learning via Hessian-free optimization, 2010, section 4.1; J. Martens, R. Grosse, 2015,
     section 6.5. Deviations: 1. steps that raise the loss are taken back, because theta is judged by its inner gradient.
@@ -73,10 +73,18 @@ class LevenbergMarquardt:
             guess = 0.1 * float(gradient.norm()) / max(float(first.norm()), torch.finfo(first.dtype).tiny)
             self.damping = max(guess, self.floor)
         here = theta.flat()
-        loop.shift_theta(torch.zeros_like(here))
+        loop.project_theta()
+        loop.tick()
         move = partial(self._move, loop, inverse, state, objective, here, gradient)
-        first_try = move(found.value)
-        theta.assign(tape.eager(lambda: self._decided(loop, move, here, found.value, first_try)))
+        numbers = move(found.value)
+        theta.assign(
+            tape.decided(
+                numbers,
+                theta.flat(),
+                lambda found: self._settles(*found, theta.dtype),
+                lambda: self._tried_again(loop, move, here, found.value),
+            )
+        )
         return found.value
 
     def _move(
@@ -93,7 +101,7 @@ class LevenbergMarquardt:
         theta = loop.problem.theta
         at = loop.replay(objective)  # theta must not move while one is in use
         direction = self._preconditioner(inverse, state, at)(gradient)
-        theta.assign(here - self.lr * direction)
+        theta.assign(torch.sub(here, direction, alpha=self.lr))
         loop.project_theta()
         return torch.stack([t.double() for t in (before, objective.loss(), gradient.dot(direction))])
 
@@ -105,23 +113,16 @@ class LevenbergMarquardt:
         at.damp(tape.number(lambda: self.damping))
         return preconditioner(with_learner(inverse, damped(inverse.learner, 0.0)), state, at)
 
-    def _decided(
-        self, loop: Loop, move: Callable[[Tensor], Tensor], here: Tensor, value: Tensor, first_try: Tensor
-    ) -> Tensor:
-        """Where theta ends, (D,), after the first try and those that have to follow; the damping is adapted."""
-        theta, numbers = loop.problem.theta, first_try
+    def _tried_again(self, loop: Loop, move: Callable[[Tensor], Tensor], here: Tensor, before: Tensor) -> Tensor:
+        """Where theta ends, (D,), if the first try has failed."""
         with tape.taping(None, tape.repeatable()):
-            for tries in range(1, TRIES + 1):
-                if self._settles(*numbers.tolist(), theta.dtype):
-                    return theta.flat()
-                self.damping *= 4
-                self.taken_back += 1
-                if tries < TRIES:
-                    numbers = move(value)
+            for _ in range(TRIES - 1):
+                if self._settles(*move(before).tolist(), loop.problem.theta.dtype):
+                    return loop.problem.theta.flat()
         return here
 
     def _settles(self, before: float, after: float, slope: float, dtype: torch.dtype) -> bool:
-        """Whether a step is kept; if so, the damping is adapted."""
+        """Whether a step is kept, given the losses and g.x. The damping is adapted."""
         predicted = self.lr * (1 - self.lr / 2) * slope
         rounding = 100 * torch.finfo(dtype).eps * abs(before)
         if abs(predicted) <= rounding and abs(after - before) <= rounding:
@@ -129,6 +130,8 @@ class LevenbergMarquardt:
         if after <= before:
             self._adapt((before - after) / predicted if predicted > 0 else -1.0, dtype)
             return True
+        self.damping *= 4
+        self.taken_back += 1
         return False
 
     def _adapt(self, ratio: float, dtype: torch.dtype) -> None:
