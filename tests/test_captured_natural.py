@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import nhgd
+from nhgd import _tape as tape
 from nhgd._captured import decision
 from nhgd.algorithm import NHGD
 from nhgd.inverse import FisherWindow
@@ -140,6 +141,12 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(recorded, tmp_path):
     assert rows(resumed) == rows(whole)
 
 
+def pushed(running, at):
+    for row in running:
+        if row["step"] == at:
+            running.problem.v.assign(running.problem.v.flat() + 20)
+
+
 @pytest.mark.parametrize("name", ["window", "natural", "natural, at the end"])
 def test_numbers_that_are_not_finite_are_reported_with_their_step(recorded, name):
     """A weight whose square is infinite makes the window so."""
@@ -152,10 +159,10 @@ def test_numbers_that_are_not_finite_are_reported_with_their_step(recorded, name
     for compile in ("graph", False):
         running = made(METHODS[name], compile=compile, inner=wild, outer_lr=lambda k: 1e-3, project_v=None)
         with pytest.raises(nhgd.NhgdError) as error:
-            for row in running:
-                if row["step"] == 24:
-                    running.problem.v.assign(running.problem.v.flat() + 20)
-        failed.append((str(error.value).split(".")[0], rows(running), running.problem.v.flat(), running.problem.theta.flat()))
+            pushed(running, at=24)
+        failed.append(
+            (str(error.value).split(".")[0], rows(running), running.problem.v.flat(), running.problem.theta.flat())
+        )
     assert failed[0][0] == "Outer step 25: numbers became non-finite"
     assert failed[0][:2] == failed[1][:2]
     for found, wanted in zip(failed[0][2:], failed[1][2:], strict=True):
@@ -168,3 +175,22 @@ def test_windows_of_several_batches_are_not_captured(recorded):
         assert "samples of several batches" in found.stats["compile"]["why"]
     with pytest.warns(captured_module.CompileWarning, match="samples of several batches"):
         made(NHGD(replace(WINDOW, window=60))).run(steps=5)
+
+
+def test_both_matrices_of_a_step_are_factorised_at_once(recorded, monkeypatch):
+    """In captured steps, where the record of a natural step is also what the hypergradient solves with."""
+    factorised = []
+    own = FisherWindow._factorised
+
+    def spied(self, state, ridge):
+        factorised.append((tape.tape() is not None, self.damping == "auto"))
+        return own(self, state, ridge)
+
+    monkeypatch.setattr(FisherWindow, "_factorised", spied)
+    made(METHODS["natural, final"]).run(steps=20)
+    taped = [of_hypergradient for noted, of_hypergradient in factorised if noted]
+    assert taped[:2] == [True, False]  # that of the hypergradient is the first
+    assert len(taped) % 2 == 0
+    assert [of_hypergradient for noted, of_hypergradient in factorised if not noted][-1] is False
+    made(METHODS["natural, final"], compile=False).run(steps=1)
+    assert factorised[-2:] == [(False, False), (False, True)]

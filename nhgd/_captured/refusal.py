@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nhgd.algorithm import AbstractAlgorithm, Loop
-from nhgd.execution import Inline
 from nhgd.data.batch import common_length
+from nhgd.execution import Inline
 from nhgd.inverse import CG, EKFAC, KFAC, AbstractInverse, FisherDiagonal, FisherWindow, Identity, Refined
 from nhgd.inverse.capabilities import label
 

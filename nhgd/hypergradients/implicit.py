@@ -23,7 +23,7 @@ from nhgd.inverse.refined import Refined
 from nhgd.objective import OracleCalls
 from nhgd.oracle import Oracle, OuterGradient
 from nhgd.problem import Bilevel
-from nhgd.variable import dot
+from nhgd.variable import PIECE, dot
 
 VANISHED = 1e-10  # of the squared outer gradient: below it the samples' squared gradients count as vanished
 CUT = 10.0  # of x: how long the part of it may be that was left out as rounding error
@@ -75,6 +75,7 @@ def implicit(
     outer: OuterGradient | None = None,
     solve_warnings: SolveWarnings | None = None,
     adjust: Callable[[Tensor], Tensor] | None = None,
+    solver: Callable[[Tensor], Tensor] | None = None,
 ) -> Hypergradient:
     """grad Phi(v) = grad_v f - (d2_{theta,v} l)^T x with x = H^{-1} grad_theta f.
 
@@ -85,9 +86,13 @@ def implicit(
         outer: the outer gradient, if already known.
         solve_warnings: those of the run; without a run, a poor solve causes a warning at once.
         adjust: a correction of x before it is used.
+        solver: u -> x by that inverse, if it was factorised before.
     """
     outer = at.outer() if outer is None else outer
-    x, stats = inverse.apply(state, outer.theta, at, start)
+    if solver is None:
+        x, stats = inverse.apply(state, outer.theta, at, start)
+    else:
+        x, stats = solver(outer.theta), SolveStats(None, hvps=0, converged=True)
     x = x if adjust is None else adjust(x)
     # A number is asked for only once all work is under way: until then a device need not be waited for.
     leaves = [f - c for f, c in zip(outer.v, (cross or at.cross)(x), strict=True)]
@@ -131,7 +136,12 @@ def _with_residual(at: Oracle, stats: SolveStats, u: Tensor, x: Tensor) -> Solve
 
 
 def _lengths(u: Tensor, x: Tensor) -> Tensor:
-    return torch.stack([dot(u, u), dot(u, x), dot(x, x)])
+    """u.u, u.x and x.x, (3,) in float64; of short vectors by one product."""
+    if len(u) > PIECE:
+        return torch.stack([dot(u, u), dot(u, x), dot(x, x)])
+    both = torch.stack([u, x]).double()
+    (uu, ux), (_, xx) = both @ both.T
+    return torch.stack([uu, ux, xx])
 
 
 def _vanished(size: int, uu: float, ux: float, xx: float) -> bool:

@@ -273,7 +273,7 @@ class FisherWindow(Periodic[WindowState]):
         return self._factorised(state, ridge)[0]
 
     def _factorised(self, state: WindowState, ridge: Ridge) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
-        """u -> x, and the notes of the solve. In a captured step its checks are made later, when their numbers arrive."""
+        """u -> x, and the notes of the solve. The checks of a captured step are made when their numbers arrive."""
         size = sum(state.sizes.values())
         gram = torch.zeros(0, 0, dtype=torch.float64)
         if state.gram is not None:

@@ -41,6 +41,7 @@ def hypergradient(
     horizon: Horizon | None = None,
     halves: Sequence[Tensor] = (),
     outer_batches: int = 1,
+    solver: Callable[[Tensor], Tensor] | None = None,
 ) -> OuterGradient:
     """The hypergradient at the end of the inner loop, on these inner batches and the next outer ones.
 
@@ -54,6 +55,7 @@ def hypergradient(
             taken.
         halves: theta at the start and in the middle of the inner loop, for the horizon; nothing is taken ahead without.
         outer_batches: over how many outer batches the gradients of the outer loss are averaged.
+        solver: u -> x by the curvature at hand, if it was factorised before.
     """
     executor = loop.executor
     waiting = isinstance(executor, SupportsOverlap) and executor.inner_loop_ended()
@@ -91,9 +93,9 @@ def hypergradient(
     extra: dict[str, Any] = {}
     adjust = None
     if horizon is not None and inverse.learner is inverse:
-        solver = partial(preconditioner, inverse, curvature, at)
-        adjust = partial(_adjusted, loop, horizon, at if along is None else _own(at), outer.theta, solver, extra)
-    found = implicit(at, inverse, curvature, start, along, outer, loop.solve_warnings, adjust)
+        factorised = partial(preconditioner, inverse, curvature, at)
+        adjust = partial(_adjusted, loop, horizon, at if along is None else _own(at), outer.theta, factorised, extra)
+    found = implicit(at, inverse, curvature, start, along, outer, loop.solve_warnings, adjust, solver)
     notes = {
         "residual": tape.defer(lambda stats: stats.residual, found.stats),
         "poor_solve": tape.defer(lambda stats: stats.trouble is not None, found.stats),

@@ -47,12 +47,18 @@ class LevenbergMarquardt:
     taken_back: int = 0
 
     def step(
-        self, loop: Loop, objective: Objective | None = None, record: bool = True, cross: LaggedCross | None = None
+        self,
+        loop: Loop,
+        objective: Objective | None = None,
+        record: bool = True,
+        cross: LaggedCross | None = None,
+        beside: Callable[[Any, Oracle], None] | None = None,
     ) -> Tensor:
         """One natural step, by default on the next batch, by the curvature at hand or recorded here; the loss before
         it.
 
-        Dropout is that of the objective's seed, the same before and after.
+        Dropout is that of the objective's seed, the same before and after. `beside` is handed the curvature and the
+        point before the step is taken.
         """
         theta = loop.problem.theta
         inverse = loop.inverse
@@ -72,6 +78,8 @@ class LevenbergMarquardt:
             first = preconditioner(inverse, state, at)(gradient)
             guess = 0.1 * float(gradient.norm()) / max(float(first.norm()), torch.finfo(first.dtype).tiny)
             self.damping = max(guess, self.floor)
+        if beside is not None:
+            beside(state, loop.replay(objective))
         here = theta.flat()
         loop.project_theta()
         loop.tick()
