@@ -288,7 +288,7 @@ class FisherWindow(Periodic[WindowState]):
         observed = state.gram is not None
         tape.defer(partial(refuse_singular, "FisherWindow", observed=observed), tape.reading(shift.amin() > 0))
         uniform = ridge.is_uniform or (tape.tape() is None and bool((shift == shift[0]).all()))
-        blocks = [block.take(slice(0, state.filled)) for block in state.blocks()]
+        blocks = [block.take(slice(0, state.filled)).for_solve() for block in state.blocks()]
         if uniform:
             system = gram * (coefficients / shift[0]) if isinstance(coefficients, float) else gram / shift[0]
         else:

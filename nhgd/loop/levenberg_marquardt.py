@@ -89,7 +89,7 @@ class LevenbergMarquardt:
             tape.decided(
                 numbers,
                 theta.flat(),
-                lambda found: self._settles(*found, theta.dtype),
+                lambda found: self._settles(found, theta.dtype),
                 lambda: self._tried_again(loop, move, here, found.value),
             )
         )
@@ -125,12 +125,13 @@ class LevenbergMarquardt:
         """Where theta ends, (D,), if the first try has failed."""
         with tape.taping(None, tape.repeatable()):
             for _ in range(TRIES - 1):
-                if self._settles(*move(before).tolist(), loop.problem.theta.dtype):
+                if self._settles(move(before).tolist(), loop.problem.theta.dtype):
                     return loop.problem.theta.flat()
         return here
 
-    def _settles(self, before: float, after: float, slope: float, dtype: torch.dtype) -> bool:
-        """Whether a step is kept, given the losses and g.x. The damping is adapted."""
+    def _settles(self, numbers: list[float], dtype: torch.dtype) -> bool:
+        """Whether a step is kept, given the loss before it and after it, and g.x. The damping is adapted."""
+        before, after, slope = numbers
         predicted = self.lr * (1 - self.lr / 2) * slope
         rounding = 100 * torch.finfo(dtype).eps * abs(before)
         if abs(predicted) <= rounding and abs(after - before) <= rounding:

@@ -49,6 +49,10 @@ class AbstractBlock(ABC):
         """R R^T, (n, K, n, K)."""
         return self.gram(self)
 
+    def for_solve(self: B) -> B:
+        """The same in the form that is best multiplied several times."""
+        return self
+
     @abstractmethod
     def times(self, vector: Tensor) -> Tensor:
         """R times a vector (D,): (n, K)."""
@@ -167,6 +171,18 @@ class Factors(AbstractBlock):
             alone = places == other_places == groups == 1
             total[:, :, piece] = both.reshape(n, k, -1, k) if alone else both.sum(dim=(0, 3, 6))
         return total
+
+    @override
+    def own_gram(self) -> Tensor:
+        once = self.for_solve()
+        return once.gram(once)
+
+    @override
+    def for_solve(self) -> Factors:
+        """In float64, if that is little memory."""
+        if self.inputs.numel() + self.scores.numel() > PIECE:
+            return self
+        return Factors(self.weight, self.bias, self.inputs.double(), self.scores.double())
 
     def _explicit_gram(self, other: Factors, metric: Tensor) -> Tensor:
         """A metric that differs between outputs does not split into factors: form the rows, some outputs at a time."""
