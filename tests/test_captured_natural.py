@@ -15,6 +15,7 @@ from nhgd import _tape as tape
 from nhgd._captured import decision
 from nhgd.algorithm import NHGD
 from nhgd.inverse import FisherWindow
+from nhgd.task import PDE, Distillation
 from tests.recorded import RecordedCapture
 from tests.test_captured import rows
 
@@ -194,3 +195,24 @@ def test_both_matrices_of_a_step_are_factorised_at_once(recorded, monkeypatch):
     assert [of_hypergradient for noted, of_hypergradient in factorised if not noted][-1] is False
     made(METHODS["natural, final"], compile=False).run(steps=1)
     assert factorised[-2:] == [(False, False), (False, True)]
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        Distillation(dataset="digits", train=200, per_class=1, outer="sgd", dtype="float64"),
+        PDE(interior=48, side=6, initial=6, width=6, depth=2, times=7, pretraining=10, dtype="float64"),
+    ],
+    ids=["distillation", "pde"],
+)
+def test_tasks_that_take_natural_steps_are_captured(recorded, task):
+    ends = []
+    for compile in ("graph", False):
+        instance = task.build(0, torch.device("cpu"))
+        # Adam moves v in captured steps of a GPU alone.
+        solution = instance.start(compile=compile, outer_optimizer=None, outer_lr=0.01, metrics_every=5).run(steps=14)
+        ends.append((solution, instance.problem.v.flat()))
+    assert ends[0][0].stats["compile"]["repeated"] >= 6, ends[0][0].stats["compile"]["why"]
+    torch.testing.assert_close(ends[0][1], ends[1][1], rtol=1e-8, atol=1e-10)
+    taken_back = [solution.history[-1]["taken_back"] for solution, _ in ends]
+    assert taken_back[0] == taken_back[1]
