@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from nhgd import execution as executions
 from nhgd._callbacks import Callbacks, OnStep
 from nhgd._captured import Captured
-from nhgd._captured.steps import StepResult, strides_of
+from nhgd._captured.steps import StepResult
 from nhgd._duration import seconds
 from nhgd._outer_step import advance_by, finish_on_the_clock
 from nhgd._peers import Peers
@@ -350,15 +350,14 @@ class Solver:
                     self.loop.clock.done = run.fraction(replace(spent, steps=spent.steps + taken))
 
                 taken = self._advance(self._ahead(run, spent), before)
-                v, strides = self.problem.v.flat(), strides_of(taken)
-                for step, stride in zip(taken, strides, strict=True):
-                    row = step.row
-                    run.note(row)
-                    trajectory.note(v, row, stride)
-                    self.on_step.show(row)
+                v = self.problem.v.flat()
+                for step in taken:
+                    run.note(step.row)
+                    trajectory.note(v, step.row, step.stride)
+                    self.on_step.show(step.row)
                 between_steps()
                 self._save_if_due()
-                tick(self.loop.clock.done, step_words(row, self._measured))
+                tick(self.loop.clock.done, step_words(taken[-1].row, self._measured))
             tick(1.0, "")
         self.loop.division.assert_equal()
         self._captured.suspend()

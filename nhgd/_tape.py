@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -106,8 +106,17 @@ class BatchSource(Protocol):
     def drawing(self) -> Callable[[], Tensor]:
         """How the index of the next batch is drawn."""
 
+    def draw_into(self, place: Any) -> None:
+        """Draw that index into an array of the host."""
+
     def gathered(self, index: Tensor) -> Any:
         """The batch of these samples."""
+
+    def gathered_together(self, indices: Sequence[Tensor]) -> list[Any]:
+        """The batches of equally long indices."""
+
+    def bytes(self, samples: int) -> int:
+        """What so many samples take."""
 
 
 class Tape(ABC):
@@ -162,6 +171,10 @@ class Tape(ABC):
     @abstractmethod
     def at_end(self, do: Callable[[], None]) -> None:
         """Work of the host after each step, when it may read the new state."""
+
+    @abstractmethod
+    def keep_up(self) -> None:
+        """Numbers of each step are read before the step after the next begins."""
 
     @abstractmethod
     def join(self) -> None:
@@ -277,6 +290,12 @@ def join() -> None:
     """Wait for all overlapped work."""
     if _current.tape is not None:
         _current.tape.join()
+
+
+def keep_up() -> None:
+    """Numbers of each step are read before the step after the next begins."""
+    if _current.tape is not None:
+        _current.tape.keep_up()
 
 
 def at_end(do: Callable[[], None]) -> None:

@@ -41,6 +41,7 @@ LARGEST = sys.float_info.max
 # steps.
 LARGE = 2**20
 FEW = 4
+HEEDED = 16  # weights of so many passes are held before only the lowest of them is
 Gradients: TypeAlias = "Sequence[Tensor | None]"
 
 
@@ -94,7 +95,7 @@ class Bilevel:
         self.l2 = l2
         self.likelihood = resolve_likelihood(likelihood)
         self.scaling: Scaling = NOT_SCALED  # of backward passes
-        self._lowest: Tensor | None = None  # weight of those heeded
+        self._heeded: list[Tensor] = []  # weights of which the lowest will be asked
         self._ridge: tuple[float, float] | None = None  # l2, and its Hessian
         shared = {t.untyped_storage().data_ptr() for t in self.theta.leaves if t.numel()}
         for name, leaf in zip(self.v.names, self.v.leaves, strict=True):
@@ -230,15 +231,14 @@ class Bilevel:
     def note_weights(self, losses: Losses) -> None:
         """Remember the lowest weight; no number is asked of a device before `lowest_weight` is."""
         if losses.weights is not None and losses.weights.numel():
-            weights = losses.weights.detach()
-            with tape.overlapped(weights, self._lowest):
-                low = weights.amin()
-                self._lowest = low if self._lowest is None else torch.minimum(self._lowest, low)
+            self._heeded.append(losses.weights.detach())
+            if len(self._heeded) == HEEDED:
+                self._heeded = [torch.cat([t.reshape(-1) for t in self._heeded]).amin()]
 
     def lowest_weight(self) -> Tensor | None:
         """The lowest weight since this was asked last, 0-dimensional, on the device it was made on."""
-        low, self._lowest = self._lowest, None
-        return low
+        weights, self._heeded = self._heeded, []
+        return torch.cat([t.reshape(-1) for t in weights]).amin() if weights else None
 
     def point(self) -> list[Tensor]:
         """Copies of theta and v, each as one vector, and of their buffers."""

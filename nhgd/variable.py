@@ -339,6 +339,16 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([(some * other).sum(dtype=torch.float64) for some, other in pieces]).sum()
 
 
+def products(*vectors: Tensor) -> Tensor:
+    """All products of vectors (D,) with each other in float64, (n, n): one operation where they are short."""
+    if len(vectors[0]) <= PIECE:
+        rows = torch.stack(vectors).double()
+        return rows @ rows.T
+    found = {(i, j): dot(a, b) for i, a in enumerate(vectors) for j, b in enumerate(vectors) if i <= j}
+    count = range(len(vectors))
+    return torch.stack([torch.stack([found[min(i, j), max(i, j)] for j in count]) for i in count])
+
+
 def _parallel(module: object) -> DistributedDataParallel | None:
     """The DistributedDataParallel around a module, or inside torch.compile around it."""
     while not isinstance(module, DistributedDataParallel):

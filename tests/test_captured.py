@@ -14,7 +14,7 @@ from torch import nn
 
 import nhgd
 from nhgd._captured.captured import CompileWarning
-from nhgd.algorithm import AID, NHGD
+from nhgd.algorithm import AID, FSLA, MASOBA, NHGD, NHGDSingle
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Refined
 from nhgd.schedule import Decay
 from tests.recorded import HostRead, RecordedCapture
@@ -37,6 +37,10 @@ METHODS = {
     "aid-kfac": AID(FULL),
     "ekfac": NHGD(EKFAC(overhead=None)),
     "diagonal": NHGD(FisherDiagonal(overhead=None)),
+    "ma_soba": MASOBA(momentum=Decay(0.4)),
+    "fsla": FSLA(adjoint_lr=Decay(0.2)),
+    "single": NHGDSingle(FULL),
+    "single within a budget": NHGDSingle(),
 }
 PRODUCTS = {
     "cg": AID(CG(steps=4)),
@@ -141,11 +145,31 @@ def test_repeated_steps_are_the_steps_themselves(recorded, plain_first, name):
 
 
 @pytest.mark.filterwarnings("ignore::nhgd.InverseWarning", "ignore::nhgd._stagnation.StagnationWarning")
-@pytest.mark.parametrize("name", ["identity", "soba", "kfac", "kfac, final", "ekfac", "diagonal"])
+@pytest.mark.parametrize(
+    "name", ["identity", "soba", "kfac", "kfac, final", "ekfac", "diagonal", "single", "ma_soba", "fsla"]
+)
 def test_they_are_those_of_a_run_without_them(recorded, name):
     found = run(METHODS[name])
     assert_repeated(found)
     assert_same(found, run(METHODS[name], compile=False))
+
+
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning", "ignore::nhgd._stagnation.StagnationWarning")
+@pytest.mark.parametrize("name", ["kfac", "kfac within a budget", "single"])
+def test_running_means_may_be_read_later(recorded, monkeypatch, tmp_path, plain_first, name):
+    """As on a GPU, where they are heeded two steps later, however far the host is ahead."""
+    pytest.importorskip("safetensors")
+    early = run(METHODS[name], steps=40)
+    monkeypatch.setattr("nhgd.loop.horizon.Horizon.lags", True)
+    found = run(METHODS[name], steps=40)
+    assert_repeated(found)
+    made(METHODS[name], checkpoint=tmp_path, checkpoint_every=1).run(steps=33)
+    fresh = made(METHODS[name])
+    resumed = nhgd.Solver.resume(tmp_path, fresh.problem, fresh.loop.inner.source, fresh.loop.outer.source)
+    assert_same(resumed.run(steps=40), found)
+    plain_first()
+    assert_same(found, run(METHODS[name], steps=40), exact=True)
+    assert not torch.equal(found.v, early.v)
 
 
 @pytest.mark.filterwarnings("ignore::nhgd.InverseWarning", "ignore::nhgd._stagnation.StagnationWarning")
@@ -279,6 +303,21 @@ def test_a_number_that_is_read_keeps_steps_from_being_captured(recorded):
         found = run("aid-identity", inner=reading)
     assert found.stats["compile"]["taken"] == "eager"
     assert_same(found, run("aid-identity", compile=False, inner=reading))
+
+
+def test_steps_that_do_other_work_than_their_kind_are_refused(recorded, monkeypatch):
+    monkeypatch.setattr(KFAC, "signature", lambda self, *given: ())
+    with pytest.warns(CompileWarning, match="other work than an earlier one of its kind"):
+        found = run(NHGD(KFAC(factor_every=2, invert_every=3)), steps=30)
+    monkeypatch.undo()
+    assert_same(found, run(NHGD(KFAC(factor_every=2, invert_every=3)), steps=30, compile=False))
+
+
+def test_a_method_without_an_inner_loop_has_few_kinds_of_steps(recorded):
+    found = run(NHGDSingle(KFAC(factor_every=4, invert_every=2)), steps=80, batch=15)
+    said = found.stats["compile"]
+    assert said["captured"] <= 4, said  # with a record or without, with a measurement or without
+    assert said["repeated"] >= 70, said
 
 
 def test_functions_that_change_are_found_out_in_the_end(recorded, monkeypatch):

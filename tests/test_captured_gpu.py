@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import nhgd
-from nhgd.algorithm import AID, NHGD
+from nhgd.algorithm import AID, NHGD, NHGDSingle
 from nhgd.inverse import CG, EKFAC, KFAC, FisherDiagonal, FisherWindow, Refined
 from nhgd.schedule import Decay
 
@@ -51,7 +51,7 @@ def outer(model, v, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def run(method, compile, steps=40, batch=40, **settings):
+def run(method, compile, steps=40, batch=40, inner=inner, **settings):
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)).double().cuda()
@@ -106,3 +106,22 @@ def test_schedules_momentum_and_a_capturable_adam(made):
 def test_numbers_that_are_not_finite_are_reported_with_their_step():
     with pytest.raises(nhgd.NhgdError, match="Outer step 31:"):
         run("aid-identity", "auto", inner_lr=lambda k: 1e300 if k == 30 else 0.2)
+
+
+def test_a_capture_that_fails_leaves_the_device_as_it_was():
+    def reading(model, v, batch):
+        found = inner(model, v, batch)
+        assert found.values.sum().item() > 0
+        return found
+
+    found = run("aid-identity", "auto", inner=reading)
+    assert found.stats["compile"]["taken"] == "eager"
+    assert "could not be captured" in found.stats["compile"]["why"]
+    assert torch.rand(3, device="cuda").shape == (3,)
+    assert_repeated(run("aid-identity", "auto"))
+
+
+def test_a_single_loop_is_captured():
+    found = run(NHGDSingle(FULL), "auto", steps=60)
+    assert_repeated(found)
+    torch.testing.assert_close(found.v, run(NHGDSingle(FULL), False, steps=60).v, rtol=1e-6, atol=1e-8)

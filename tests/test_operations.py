@@ -112,16 +112,44 @@ def tall(dtype, rows=320, inside=7, columns=5):
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the other form is faster with MKL alone")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_products_of_a_tall_matrix_are_taken_together(dtype):
+@pytest.mark.parametrize("biases", [(None, None), (True, True), (True, None), (None, True)])
+def test_products_of_a_tall_matrix_are_taken_together(dtype, biases):
     a, one, two = tall(dtype)
-    segment, found = captured(lambda: (F.linear(a, one), F.linear(a, two)))
+    added = [None if given is None else torch.linspace(-1, 2, 5).to(dtype) for given in biases]
+    segment, found = captured(lambda: (F.linear(a, one, added[0]), F.linear(a, two, added[1])))
     assert called(segment) == ["_narrow_products"]
     a.mul_(-0.5)
     two.add_(1)
+    for bias in added:
+        if bias is not None:
+            bias.mul_(3)
     segment.replay()
     eps = torch.finfo(dtype).eps
-    for product, factor in zip(found, (one, two), strict=True):
-        assert torch.allclose(product, a @ factor.T, rtol=100 * eps, atol=100 * eps)
+    for product, factor, bias in zip(found, (one, two), added, strict=True):
+        wanted = a @ factor.T + (0 if bias is None else bias)
+        assert torch.allclose(product, wanted, rtol=100 * eps, atol=100 * eps)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the other form is faster with MKL alone")
+def test_a_tall_product_with_a_bias_is_turned():
+    a, one, _ = tall(torch.float64)
+    bias = torch.linspace(-1, 2, 5).double()
+    segment, found = captured(lambda: F.linear(a, one, bias))
+    assert called(segment) == ["_narrow_products"]
+    bias.add_(1)
+    segment.replay()
+    assert torch.allclose(found, a @ one.T + bias, rtol=1e-12)
+
+
+@pytest.mark.parametrize("scale", [{"beta": 0.5}, {"alpha": 2.0}])
+def test_a_product_that_is_scaled_stays_as_it_is(scale):
+    a, one, _ = tall(torch.float64)
+    bias = torch.linspace(-1, 2, 5).double()
+    segment, found = captured(lambda: torch.addmm(bias, a, one.T, **scale))
+    assert "_narrow_products" not in called(segment)
+    a.mul_(2)
+    segment.replay()
+    assert torch.allclose(found, torch.addmm(bias, a, one.T, **scale), rtol=1e-12)
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="the other form is faster with MKL alone")
@@ -277,7 +305,7 @@ def test_the_outer_loss_here_and_its_gradient_ahead_are_one_product():
     segment = captured_step(x, y)
     outer = [args for function, args, _ in segment._calls if args and getattr(args[0], "shape", ()) == (6, 280)]
     assert len(outer) == 1  # a forward pass reads the data once
-    assert [len(places) for places in outer[0][3:]] == [2, 2]
+    assert len(outer[0][-1]) == 2
 
 
 def captured_step(x, y):

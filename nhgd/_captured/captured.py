@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from nhgd._captured.rehearsal import Rehearsal
 from nhgd._captured.replay import RESPONSE_SECONDS, Replay, StepFailed
 from nhgd._captured.script import DEPTH, Script
 from nhgd._captured.static_state import StaticState
-from nhgd._captured.steps import CapturedStep, PendingStep, StepResult
+from nhgd._captured.steps import CapturedStep, PendingStep, StepResult, StepSize
 from nhgd._surroundings import library_settings
 from nhgd.algorithm import AbstractAlgorithm, Loop, StepInfo
 from nhgd.checkpoint import Progress
@@ -33,12 +33,12 @@ from nhgd.inverse._learned.periods import Periodic
 from nhgd.inverse.capabilities import follows_horizon
 from nhgd.loop.horizon import Horizon
 
-WARM_UP_STEPS = 3  # outer steps that run eagerly first: checks that are made once are made there
+WARM_UP_STEPS = 2  # outer steps that run eagerly first: checks that are made once are made there
 STEPS_PER_CALL = 64  # replayed before the caller regains control
 MAX_GRAPHS = 128  # captured steps that are kept, one for each signature
 GRAPHS_AT_ONCE = 16  # beyond these, a signature must occur twice before its step is captured
-COMPARISONS = 2  # with an eager step before a captured one is replayed ...
-FULLY_COMPARED = 2  # ... for so many captured steps; one comparison for each of the others
+EARLY = 0.5  # of a run: a signature that is new later seldom comes again, and must occur twice as well
+COMPARISONS = 2  # with an eager step before the first captured one is replayed; one for each of the others
 RECOMPARE_AFTER = 1000  # replays
 MAX_FORM_CHANGES = 12  # outer steps in a row that could not be captured because the states changed their form
 
@@ -52,8 +52,8 @@ class Captured:
 
     The first steps run eagerly. Then a step is rehearsed: it runs eagerly while a tape notes what the host does. Its
     Python runs once more from the same start, this time under capture. The captured work is launched from that start
-    and must arrive where the eager step did. After two such comparisons the step is replayed, and it is compared again
-    now and then, because the functions of a problem may depend on more than their arguments.
+    and must arrive where the eager step did. After two such comparisons, of later signatures one, the step is replayed,
+    and it is compared again now and then, because the functions of a problem may depend on more than their arguments.
 
     The step number can change which work a step does: which inner steps are recorded, whether factors are decomposed,
     how large the batches are. Each such signature has a captured step of its own.
@@ -84,7 +84,7 @@ class Captured:
         self._suspended = True
         self._next: CapturedStep | None = None  # that `ready` found
         self._met: dict[Hashable, int] = {}
-        self._draws: tuple[int, int] | None = None  # batches of a step, inner and outer
+        self._size: StepSize | None = None  # of the last eager step
         self._loop: Loop | None = None
 
     # -- report
@@ -167,8 +167,10 @@ class Captured:
         with tape.taping(None, repeatable=True):
             if self._eager_steps < WARM_UP_STEPS:
                 self._eager_steps += 1
+                before = StepSize.since_start(progress.loop)
                 with RandomDraws(progress.loop.problem) as draws:
                     info = _eager(algorithm, progress)
+                self._size = StepSize.since_start(progress.loop).minus(before)
                 if draws.seen is not None:
                     self.give_up(draws.seen)
                 return info
@@ -176,13 +178,13 @@ class Captured:
 
     def ready(self, progress: Progress) -> bool:
         """Whether the next step can be replayed."""
-        if not self.active or self._eager_steps < WARM_UP_STEPS or self._draws is None:
+        if not self.active or self._eager_steps < WARM_UP_STEPS or self._size is None:
             return False
         self._resume(progress)
         self._next = graph = self._graphs.get(self._signature(progress))
         if graph is None or graph.since >= RECOMPARE_AFTER:
             return False
-        return graph.comparisons >= (COMPARISONS if len(self._graphs) <= FULLY_COMPARED else 1)
+        return graph.comparisons >= graph.wanted
 
     def replay(self, progress: Progress, most: int, before: Callable[[int], None]) -> list[StepResult]:
         """Replay at most `most` captured steps; returns those that were taken. Call it within the run's random scope.
@@ -199,10 +201,10 @@ class Captured:
             while begun < min(most, STEPS_PER_CALL) and (not begun or self.ready(progress)):
                 if begun and time.perf_counter() > until:
                     break
-                while len(pending) >= replay.max_pending:
+                assert self._next is not None
+                while len(pending) >= min(replay.max_pending, self._next.script.most_pending):
                     self._read_first(replay, pending, taken)
                 before(begun)
-                assert self._next is not None
                 pending.append(replay.launch(self._next, begun % DEPTH))
                 begun += 1
         except StepFailed:
@@ -224,7 +226,7 @@ class Captured:
     def _read_first(self, replay: Replay, pending: deque[PendingStep], taken: list[StepResult]) -> None:
         step = pending.popleft()
         try:
-            taken.append(replay.read(step, pending[0] if pending else None))
+            taken.append(replay.read(step))
         except NhgdError as error:
             replay.undo(step)
             self._start_again()
@@ -248,16 +250,18 @@ class Captured:
     def _signature(self, progress: Progress) -> Hashable:
         """What decides which work the next step does, numbers aside."""
         loop = progress.loop
-        clock, steps = loop.clock, loop.settings.inner_steps
-        assert self._draws is not None
+        clock, size = loop.clock, self._size
+        assert size is not None
         learner = None if loop.inverse is None else loop.inverse.learner
         learnt: Hashable = None
         if isinstance(learner, Periodic):
-            learnt = learner.signature(clock.total, steps, loop.executor.keep().observed)
+            learnt = learner.signature(clock.total, size.steps, loop.executor.keep().observed)
         horizon = getattr(progress.state, "horizon", None) if follows_horizon(loop.inverse) else None
-        measured = horizon.signature(clock.k, steps) if isinstance(horizon, Horizon) else None
-        sizes = self._draws[0] if loop.inner.pads else loop.inner.sizes(self._draws[0])
-        return sizes, loop.outer.sizes(self._draws[1]), learnt, measured
+        measured = None
+        if isinstance(horizon, Horizon):
+            measured = horizon.signature(clock.k, size.steps, loop.records(clock.total, size.steps))
+        sizes = size.inner if loop.inner.pads else loop.inner.sizes(size.inner)
+        return sizes, loop.outer.sizes(size.outer), learnt, measured
 
     # -- capturing
     # -------------------------------------------------------------------------------------------------------------
@@ -269,7 +273,8 @@ class Captured:
         before = [t.clone() for t in static.tensors()]
         calls = dict(vars(loop.calls))
         sizes = loop.inner.sizes(4 * loop.settings.inner_steps + 16)
-        key = None if self._draws is None else self._signature(progress)
+        assert self._size is not None
+        key, begun = self._signature(progress), StepSize.since_start(loop)
         rehearsal = Rehearsal(loop.problem.theta.device)
         try:
             info = _taped(algorithm, progress, rehearsal)
@@ -296,16 +301,19 @@ class Captured:
             if self._form_changes > MAX_FORM_CHANGES:
                 self.give_up("the states of the method keep changing their form")
             return found
-        draws = rehearsal.draws.get(id(loop.inner), 0), rehearsal.draws.get(id(loop.outer), 0)
-        if key is None or draws != self._draws:
-            self._draws = draws
-            if draws[0] > len(sizes) > 0:
+        size = StepSize.since_start(loop).minus(begun)
+        if size != self._size:
+            self._size = size
+            if size.inner > len(sizes) > 0:
                 self.give_up("a step draws too many batches")
             return found
         self._form_changes = 0
         graph = self._graphs.get(key)
         self._met[key] = self._met.get(key, 0) + 1
-        if graph is None and not self._has_room(key):
+        if graph is None and not self._has_room(key, loop.clock.done):
+            return found
+        if graph is not None and not graph.script.fits(rehearsal):
+            self.give_up("a step did other work than an earlier one of its kind")
             return found
         after = [t.clone() for t in static.tensors()]
         if graph is None:
@@ -320,12 +328,14 @@ class Captured:
             except tape.NotRepeatable as error:
                 self.give_up(str(error))
                 return found
-            graph = self._graphs[key] = CapturedStep(script, grown, increments, passes=passes)
+            wanted = 1 if self._graphs else COMPARISONS
+            graph = self._graphs[key] = CapturedStep(script, grown, increments, wanted, passes=passes)
         self._compare(graph, static, rehearsal, before, after)
         return found
 
-    def _has_room(self, key: Hashable) -> bool:
-        return len(self._graphs) < GRAPHS_AT_ONCE or (len(self._graphs) < MAX_GRAPHS and self._met[key] > 1)
+    def _has_room(self, key: Hashable, done: float) -> bool:
+        at_once = len(self._graphs) < GRAPHS_AT_ONCE and (done < EARLY or not self._graphs)
+        return at_once or (len(self._graphs) < MAX_GRAPHS and self._met[key] > 1)
 
     def _capture(
         self,
@@ -346,10 +356,11 @@ class Captured:
         script = Script(rehearsal, self.capture)
         try:
             script.begin()
+            start = [leaf.detach().clone() for leaf in progress.loop.problem.v.leaves]
             info = _taped(algorithm, progress, script)
             if not static.settle(rebind=False):
                 raise tape.NotRepeatable("the states of the method changed their form")
-            script.finish(info)
+            script.finish(info, _distance(progress.loop.problem.v.leaves, start))
         except Exception as error:
             self.capture.abandon()
             raise tape.NotRepeatable(_in_words(error)) from error
@@ -383,6 +394,12 @@ class Captured:
         graph.comparisons += 1
         graph.since = 0
         graph.exact &= exact
+
+
+@torch.no_grad()
+def _distance(here: Sequence[Tensor], there: Sequence[Tensor]) -> Tensor:
+    lengths = [torch.linalg.vector_norm(a - b, dtype=torch.float64) for a, b in zip(here, there, strict=True)]
+    return lengths[0] if len(lengths) == 1 else torch.stack(lengths).norm()
 
 
 def _taped(algorithm: AbstractAlgorithm, progress: Progress, noting: tape.Tape) -> StepInfo:

@@ -28,10 +28,12 @@ class AbstractCapture(ABC):
 
     Attributes:
         overlaps: whether work that is independent of what follows runs beside it.
+        gathers_ahead: whether batches are gathered where a step starts, and not just before they are used.
     """
 
     name: str
     overlaps: bool = True
+    gathers_ahead: bool = True
 
     @abstractmethod
     def open(self) -> None:
@@ -144,6 +146,9 @@ class CudaCapture(AbstractCapture):
 
     @contextmanager
     def _on(self, stream: Any, after: Any) -> Iterator[Overlap]:
+        if not self.overlaps:
+            yield Overlap()
+            return
         work = _OnStream(self)
         stream.wait_event(after)
         self._forked.add(stream)
@@ -165,7 +170,7 @@ class CudaCapture(AbstractCapture):
             if graph is not None:
                 graph.capture_end()
         except RuntimeError:  # the error has already ended the capture
-            pass
+            _free_generator()
         finally:
             self.settled()
 
@@ -178,3 +183,9 @@ class CudaCapture(AbstractCapture):
             if self._collects:
                 gc.enable()
             torch.cuda.current_stream().wait_stream(self.stream)
+
+
+def _free_generator() -> None:
+    """Let the device draw random numbers again: a capture that failed leaves its generator as if it were still on."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())

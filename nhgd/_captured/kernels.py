@@ -28,13 +28,16 @@ aten = torch.ops.aten
 Call = tuple[Callable[..., Any], Any, Any]
 
 
-def is_narrow_product(function: Any, shapes: Sequence[Any]) -> bool:
-    """Whether it is a tall matrix times a narrow one that lies transposed in memory; `shapes` are its two factors."""
-    if function is not aten.mm.default:
-        return False
-    a, b = shapes
+def narrow_product(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any, Any] | None:
+    """The tall matrix, the narrow one that lies transposed in memory, and what is added to each row of their product,
+    which may be None; None for any other operation.
+    """
+    if kwargs or function not in (aten.mm.default, aten.addmm.default):
+        return None
+    bias, a, b = (None, *args) if function is aten.mm.default else args
     dense = tuple(a.stride) == (a.size[1], 1) and tuple(b.stride) == (1, b.size[0])
-    return dense and a.dtype == b.dtype and is_narrow(a.size[0], b.size[1], a.dtype)
+    alike = a.dtype == b.dtype and (bias is None or (len(bias.size) == 1 and bias.dtype == a.dtype))
+    return (a, b, bias) if dense and alike and is_narrow(a.size[0], b.size[1], a.dtype) else None
 
 
 def bound(function: Any, args: Sequence[Any], kwargs: dict[str, Any], outs: dict[str, Tensor]) -> Call:
@@ -74,26 +77,40 @@ def faster(function: Any, args: Sequence[Any], results: Sequence[Tensor]) -> Cal
     return None
 
 
-def narrow_products(a: Tensor, narrow: Sequence[Tensor], results: Sequence[Tensor]) -> Call:
-    """One product of a tall matrix with several narrow ones, each of which lies transposed in memory."""
-    columns = [b.shape[1] for b in narrow]
-    factors = a.new_empty(sum(columns), a.shape[1]) if len(narrow) > 1 else narrow[0].T
+def narrow_products(a: Tensor, narrow: Sequence[tuple[Tensor, Tensor | None]], results: Sequence[Tensor]) -> Call:
+    """One product of a tall matrix with several narrow ones, each of which lies transposed in memory, with a row that
+    is added to all of it or without.
+    """
+    columns = [b.shape[1] for b, _ in narrow]
+    first, added = narrow[0]
+    factors, sums = first.T, None if added is None else added[:, None]
+    places: list[tuple[Tensor, Tensor]] = []
+    if len(narrow) > 1:
+        factors = a.new_empty(sum(columns), a.shape[1])
+        places = list(zip(factors.split(columns), [b.T for b, _ in narrow], strict=True))
+        if any(bias is not None for _, bias in narrow):
+            sums = a.new_zeros(sum(columns), 1)
+            parts = zip(sums[:, 0].split(columns), narrow, strict=True)
+            places += [(place, bias) for place, (_, bias) in parts if bias is not None]
     products = a.new_empty(sum(columns), a.shape[0])
-    places = list(zip(factors.split(columns), [b.T for b in narrow], strict=True)) if len(narrow) > 1 else []
     found = [(result, part.T) for result, part in zip(results, products.split(columns), strict=True)]
-    return _narrow_products, (a.T, factors, products, places, found), {}
+    return _narrow_products, (a.T, factors, sums, products, places, found), {}
 
 
 def _narrow_products(
     a: Tensor,
     factors: Tensor,
+    sums: Tensor | None,
     products: Tensor,
     places: list[tuple[Tensor, Tensor]],
     found: list[tuple[Tensor, Tensor]],
 ) -> None:
-    for place, b in places:
-        place.copy_(b)
-    torch.mm(factors, a, out=products)
+    for place, part in places:
+        place.copy_(part)
+    if sums is None:
+        torch.mm(factors, a, out=products)
+    else:
+        torch.addmm(sums, factors, a, out=products)
     for result, part in found:
         result.copy_(part)
 

@@ -143,6 +143,7 @@ class OperationCapture(AbstractCapture):
 
     name = "operations"
     overlaps = False
+    gathers_ahead = False  # a batch is found in the cache where it has just been gathered
 
     def __init__(self) -> None:
         self._modes: list[Any] = []
@@ -230,32 +231,24 @@ def _paired(operations: Sequence[Operation]) -> list[Operation]:
     found: list[Operation] = []
     open_products: dict[Place, int] = {}  # where each tall matrix was multiplied last
     for operation in operations:
-        a = operation.args[0] if _is_narrow(operation) else None
-        first = open_products.pop(a, None) if a is not None else None
-        if a is not None and first is not None:
-            ahead = {number for later in found[first:] for number in later.writes}
-            if not ahead & operation.reads:
-                one = found[first]
-                found[first] = Operation(
-                    PRODUCTS,
-                    (*one.args, operation.args[1]),
-                    {},
-                    [*one.results, *operation.results],
-                    False,
-                    one.writes | operation.writes,
-                    one.reads | operation.reads,
-                )
-                continue
-        if a is not None:
-            open_products[a] = len(found)
-        if _is_narrow(operation):
-            operation = operation._replace(function=PRODUCTS)
-        found.append(operation)
+        parts = kernels.narrow_product(operation.function, operation.args, operation.kwargs)
+        if parts is None or operation.changes:
+            found.append(operation)
+            continue
+        a, *narrow = parts
+        first = open_products.pop(a, None)
+        if first is not None and not {n for later in found[first:] for n in later.writes} & operation.reads:
+            one = found[first]
+            found[first] = one._replace(
+                args=(*one.args, (narrow[0], narrow[1])),
+                results=[*one.results, *operation.results],
+                writes=one.writes | operation.writes,
+                reads=one.reads | operation.reads,
+            )
+            continue
+        open_products[a] = len(found)
+        found.append(operation._replace(function=PRODUCTS, args=(a, (narrow[0], narrow[1]))))
     return found
-
-
-def _is_narrow(operation: Operation) -> bool:
-    return not operation.changes and kernels.is_narrow_product(operation.function, operation.args[:2])
 
 
 def _shared(operations: Sequence[Operation], memory: list[torch.UntypedStorage], kept: set[int]) -> list[Any]:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from nhgd._randomness import state_bytes
 from nhgd._tape import BatchSource, Deferred, HostValue, NotRepeatable, Number, Overlap, Reading, Tape
-from nhgd._tree import map_tensors
+from nhgd._tree import map_tensors, tensors
 
 T = TypeVar("T")
 
@@ -24,7 +24,6 @@ class Rehearsal(Tape):
         kinds: what the host did, in order.
         uploads, indices, results: numbers and indices sent to the device, and results of eager sections.
         readings, deferred, host_values, ends: what the host reads and does later.
-        draws: the number of batches drawn from each stream.
         batches: their stream, and what was drawn.
     """
 
@@ -39,7 +38,6 @@ class Rehearsal(Tape):
         self.deferred: list[Deferred] = []
         self.host_values: list[Any] = []
         self.ends: list[Callable[[], None]] = []
-        self.draws: dict[int, int] = {}
         self.batches: list[tuple[BatchSource, Any]] = []
         self.early: list[
             tuple[int, BatchSource]
@@ -85,7 +83,6 @@ class Rehearsal(Tape):
 
     @override
     def batch(self, stream: BatchSource) -> Any:
-        self.draws[id(stream)] = self.draws.get(id(stream), 0) + 1
         if "eager" not in self.kinds and "decided" not in self.kinds:
             self.early.append((len(self.indices), stream))
         batch = stream.gathered(self.index(stream.drawing()))
@@ -99,6 +96,10 @@ class Rehearsal(Tape):
     @override
     def at_end(self, do: Callable[[], None]) -> None:
         self.ends.append(do)
+
+    @override
+    def keep_up(self) -> None:
+        pass
 
     @override
     def join(self) -> None:
@@ -144,6 +145,11 @@ class Rehearsal(Tape):
         self.kinds.append("host_value")
         self.host_values.append(make())
         return HostValue(len(self.host_values) - 1)
+
+    def work(self) -> tuple[Any, ...]:
+        """What the host did, and how much the device was sent and gave back."""
+        results = [[(t.shape, t.dtype) for t in tensors(result)] for result in self.results]
+        return tuple(self.kinds), [i.shape for i in self.indices], results, len(self.readings)
 
     def values(self) -> list[float]:
         """The values of the readings."""

@@ -75,17 +75,19 @@ class Replay:
         missing = sum(times * (longest - size) for times, size in zip(graph.passes, sizes, strict=True))
         return graph.calls | {"samples": graph.calls["samples"] - missing}
 
-    def read(self, step: PendingStep, following: PendingStep | None) -> StepResult:
+    def read(self, step: PendingStep) -> StepResult:
         """Wait for the numbers of a step and write its row of the history, while the steps behind it run on."""
         progress, loop = self._progress, self._progress.loop
         script = step.graph.script
         assert script.info is not None
         if step.done is not None:
             step.done.synchronize()
-        values = StepValues(script.values(step.row), step.host_values)
+        found, stride = script.values(step.row)
+        values = StepValues(found, step.host_values)
+        ahead = loop.clock.k, dict(vars(loop.calls))
+        loop.clock.k = step.step - 1  # as within the step
         info = values.info(script.info, script.deferred)
         self.refusals += values.refusals
-        ahead = loop.clock.k, dict(vars(loop.calls))
         loop.clock.k = step.step
         vars(loop.calls).update({name: step.calls[name] + more for name, more in step.grown.items()})
         moment = time.perf_counter()
@@ -97,11 +99,7 @@ class Replay:
         loop.clock.k = ahead[0]
         vars(loop.calls).update(ahead[1])
         progress.history.append(row)
-        end = self.static.point() if following is None else self._starts[following.row]
-        first, count = len(loop.problem.theta.leaves), len(loop.problem.v.leaves)
-        pairs = zip(end[first : first + count], self._starts[step.row][first : first + count], strict=True)
-        lengths = [torch.linalg.vector_norm(a - b, dtype=torch.float64) for a, b in pairs]
-        return StepResult(row, lengths[0] if len(lengths) == 1 else torch.stack(lengths).norm())
+        return StepResult(row, stride)
 
     def restore_start(self, row: int) -> None:
         """Put theta and v back to where a step began that could not be launched as a whole."""

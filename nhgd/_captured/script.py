@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from nhgd._tree import map_tensors, tensors
 from nhgd.algorithm import StepInfo
 
 T = TypeVar("T")
-ROOM = 2**28  # bytes that overlapped work may keep alive
+ROOM = 2**28  # bytes that overlapped work may keep alive, and batches that are gathered together
 DEPTH = 16  # steps that are launched before their numbers are read
 
 
@@ -31,12 +32,12 @@ class Arena:
     """
 
     def __init__(self, numbers: int, indices: int, device: torch.device) -> None:
-        pin = device.type == "cuda"
-        self.numbers = torch.zeros(numbers, dtype=torch.float64, device=device)
-        self.indices = torch.zeros(indices, dtype=torch.int64, device=device)
-        self._numbers = torch.zeros(DEPTH, numbers, dtype=torch.float64, pin_memory=pin)
-        self._indices = torch.zeros(DEPTH, indices, dtype=torch.int64, pin_memory=pin)
-        self._rows, self._index_rows = self._numbers.numpy(), self._indices.numpy()
+        size, pin = numbers + indices, device.type == "cuda"
+        self._all = torch.zeros(size, dtype=torch.int64, device=device)  # the bits of the numbers, and the indices
+        self._staged = torch.zeros(DEPTH, size, dtype=torch.int64, pin_memory=pin)
+        self.numbers, self.indices = self._all[:numbers].view(torch.float64), self._all[numbers:]
+        rows = self._staged.numpy()
+        self._rows, self._index_rows = rows[:, :numbers].view("float64"), rows[:, numbers:]
 
     def put_number(self, row: int, place: int, value: float) -> None:
         """Stage a number."""
@@ -46,16 +47,24 @@ class Arena:
         """Stage indices."""
         self._index_rows[row, place] = value.reshape(-1).numpy()
 
+    def staging(self, place: slice) -> list[Any]:
+        """Where these indices are staged, in each row."""
+        return [row[place] for row in self._index_rows]
+
     def index(self, row: int, place: slice) -> Tensor:
         """The indices staged there."""
-        return self._indices[row, place].clone()
+        first = len(self.numbers)
+        return self._staged[row, first + place.start : first + place.stop].clone()
 
     def send(self, row: int, numbers: slice, indices: slice) -> None:
         """Transfer part of a row to the device."""
-        if numbers.stop > numbers.start:
-            self.numbers[numbers].copy_(self._numbers[row, numbers], non_blocking=True)
-        if indices.stop > indices.start:
-            self.indices[indices].copy_(self._indices[row, indices], non_blocking=True)
+        first = len(self.numbers)
+        parts = [numbers, slice(first + indices.start, first + indices.stop)]
+        if numbers.stop == first and indices.start == 0:  # neighbours
+            parts = [slice(numbers.start, first + indices.stop)]
+        for part in parts:
+            if part.stop > part.start:
+                self._all[part].copy_(self._staged[row, part], non_blocking=True)
 
 
 class Script(Tape):
@@ -74,7 +83,9 @@ class Script(Tape):
         self.deferred: list[Deferred] = []
         self.batches: list[tuple[Any, slice]] = []  # their stream, and their place in the arena
         self.info: StepInfo | None = None
+        self.most_pending = DEPTH  # steps with numbers that were not read, this one included
         self._host_values: list[Any] = []
+        self._work = rehearsal.work()
         self._kinds = iter(rehearsal.kinds)
         self._numbers = iter(rehearsal.numbers)
         self._indices = iter(rehearsal.indices)
@@ -91,8 +102,9 @@ class Script(Tape):
         self._kept = 0  # bytes
         self._place = [0, 0]  # in the arena
         self._sent = [0, 0]
-        self._values: Tensor | None = None  # of the readings, after a step
-        self._rows = torch.zeros(DEPTH, len(rehearsal.readings), dtype=torch.float64, pin_memory=device.type == "cuda")
+        self._values: Tensor | None = None  # of the readings, and the distance v moved, after a step
+        count = len(rehearsal.readings) + 1
+        self._rows = torch.zeros(DEPTH, count, dtype=torch.float64, pin_memory=device.type == "cuda")
 
     # -- capture
     # ---------------------------------------------------------------------------------------------------------------
@@ -102,20 +114,33 @@ class Script(Tape):
         self._take_over(self._rehearsal)
         self.arena.send(0, slice(0, len(self.arena.numbers)), slice(0, len(self.arena.indices)))
         self._capture.open()
-        starts = [0]
-        for indices in self._rehearsal.indices:
-            starts.append(starts[-1] + indices.numel())
-        # Where nothing overlaps, a batch is gathered just before it is used, and found in the cache.
-        for number, stream in self._rehearsal.early if self._capture.overlaps else ():
-            index = self.arena.indices[starts[number] : starts[number + 1]]
-            with self._capture.early() as work:
-                self._early[number] = (stream.gathered(index), work)
+        if self._capture.gathers_ahead:
+            self._gather()
+
+    def _gather(self) -> None:
+        """Gather the batches whose samples are known where the step starts; if they have room, a stream at a time."""
+        starts = list(accumulate((i.numel() for i in self._rehearsal.indices), initial=0))
+        streams: dict[int, tuple[Any, list[int]]] = {}
+        for number, stream in self._rehearsal.early:
+            streams.setdefault(id(stream), (stream, []))[1].append(number)
+        for stream, numbers in streams.values():
+            indices = [self.arena.indices[starts[number] : starts[number + 1]] for number in numbers]
+            if len({len(index) for index in indices}) == 1 and stream.bytes(sum(map(len, indices))) <= ROOM:
+                with self._capture.early() as work:
+                    batches = stream.gathered_together(indices)
+                self._early |= {number: (batch, work) for number, batch in zip(numbers, batches, strict=True)}
+                continue
+            for number, index in zip(numbers, indices, strict=True) if self._capture.overlaps else ():
+                with self._capture.early() as work:
+                    self._early[number] = (stream.gathered(index), work)
 
     @override
     def batch(self, stream: BatchSource) -> Any:
         """The batch; gathered at the start of the step if its samples are known there."""
         number = self._index_count
         index = self.index(stream.drawing())
+        staging, draw = self.arena.staging(self.batches[-1][1]), stream.draw_into
+        self.lines[-1] = lambda row: draw(staging[row])
         if number not in self._early:
             return stream.gathered(index)
         found, work = self._early[number]
@@ -129,14 +154,13 @@ class Script(Tape):
             return nullcontext(Overlap())
         return self._capture.overlapped(kept)
 
-    def finish(self, info: StepInfo) -> None:
-        """Close the last segment."""
+    def finish(self, info: StepInfo, stride: Tensor) -> None:
+        """Close the last segment. `stride`: the distance v moved."""
         self.info = info
         if next(self._kinds, None) is not None:
             raise NotRepeatable("a step did less under capture than when it ran eagerly")
-        if self._readings:
-            self._capture.join()
-            self._values = torch.stack([t.double() for t in self._readings])
+        self._capture.join()
+        self._values = torch.stack([t.double() for t in (*self._readings, stride)])
         self._close()
         self._capture.settled()
         self._early = {}
@@ -195,6 +219,10 @@ class Script(Tape):
     @override
     def at_end(self, do: Callable[[], None]) -> None:
         self._ends.append(do)
+
+    @override
+    def keep_up(self) -> None:
+        self.most_pending = 2
 
     @override
     def join(self) -> None:
@@ -280,6 +308,10 @@ class Script(Tape):
     # -- replay
     # ---------------------------------------------------------------------------------------------------------------
 
+    def fits(self, rehearsal: Rehearsal) -> bool:
+        """Whether the host did in a rehearsal what it does here."""
+        return rehearsal.work() == self._work
+
     def rehearsed(self, rehearsal: Rehearsal, states: Sequence[Tensor]) -> None:
         """Run the captured work with the host numbers and eager results of a rehearsal.
 
@@ -323,20 +355,21 @@ class Script(Tape):
             line(row)
         if self._decision is not None and not self._decision.stands(states):
             self._play(slice(self._decision.first, None), row)
-        if self._values is not None:
-            self._rows[row].copy_(self._values, non_blocking=True)
+        assert self._values is not None
+        self._rows[row].copy_(self._values, non_blocking=True)
         for line in self._late:
             line(row)
         for end in self._ends:
             end()
         return self._host_values
 
-    def values(self, row: int) -> list[float]:
-        """The readings in a row, once the device has finished."""
-        found: list[float] = self._rows[row].tolist()
-        return found
+    def values(self, row: int) -> tuple[list[float], float]:
+        """The readings in a row and the distance v moved, once the device has finished."""
+        *found, stride = self._rows[row].tolist()
+        return found, stride
 
     def last_values(self) -> list[float]:
         """The readings of the last step."""
-        found: list[float] = [] if self._values is None else self._values.tolist()
+        assert self._values is not None
+        found: list[float] = self._values[:-1].tolist()
         return found

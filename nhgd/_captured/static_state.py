@@ -24,6 +24,10 @@ class Place(NamedTuple):
     key: Any
     value: Any
 
+    def now(self) -> Any:
+        """The leaf at present."""
+        return getattr(self.owner, self.key) if is_dataclass(self.owner) else self.owner[self.key]
+
     def put(self, value: Any) -> None:
         """Replace the leaf."""
         if is_dataclass(self.owner):
@@ -56,6 +60,7 @@ class StaticState:
         self._slots: dict[str, Tensor] = {}
         self._floats: set[str] = set()
         self._point: list[Tensor] = []
+        self._counted: dict[str, Place] | None = None
         self.allocate()
 
     def allocate(self) -> None:
@@ -79,6 +84,7 @@ class StaticState:
 
     def reattach(self) -> bool:
         """Undo `release`; False if the states were replaced meanwhile."""
+        self._counted = None
         for place in list(self._places()):
             slot = self._slots.get(place.path)
             if slot is not None and type(place.value) is float:
@@ -105,6 +111,7 @@ class StaticState:
         rebind: let the states hold those tensors. Without it they stay as they are, because eager sections of a
         captured step may refer to them.
         """
+        self._counted = None
         found = [p for p in self._places() if isinstance(p.value, Tensor)]
         if {p.path: (p.value.shape, p.value.dtype) for p in found} != {
             path: (t.shape, t.dtype) for path, t in self._slots.items()
@@ -114,9 +121,7 @@ class StaticState:
         moved = [(p, p.value) for p in found if p.value is not self._slots[p.path]]
         # A tensor may have come from another's place.
         apart = [(p, t.clone() if t.untyped_storage().data_ptr() in memory else t) for p, t in moved]
-        with torch.no_grad():
-            for place, tensor in apart:
-                self._slots[place.path].copy_(tensor)
+        _copy_together([self._slots[place.path] for place, _ in apart], [tensor for _, tensor in apart])
         if rebind:
             for place, _ in apart:
                 place.put(self._slots[place.path])
@@ -131,11 +136,12 @@ class StaticState:
         return {p.path: id(p.owner) for p in self._places()}
 
     def count(self, steps: dict[str, int]) -> None:
-        """Increase integers of the states."""
-        if steps:
-            for place in list(self._places()):
-                if place.path in steps:
-                    place.put(place.value + steps[place.path])
+        """Increase integers of the states. Their places are found once, until an eager step replaces them."""
+        if self._counted is None or not steps.keys() <= self._counted.keys():
+            self._counted = {p.path: p for p in self._places() if type(p.value) is int}
+        for path, more in steps.items():
+            place = self._counted[path]
+            place.put(place.now() + more)
 
     def tensors(self) -> list[Tensor]:
         """Everything a step changes."""
@@ -179,6 +185,7 @@ class StaticState:
         drawn = generators(device)
 
         def restore() -> None:
+            self._counted = None
             for o, values in kept:
                 vars(o).update(values)
             for stream, walk in walks:
@@ -197,3 +204,17 @@ class StaticState:
 
 def _number(leaf: Any, device: torch.device) -> Any:
     return torch.tensor(leaf, dtype=torch.float64, device=device) if type(leaf) is float else leaf
+
+
+@torch.no_grad()
+def _copy_together(slots: list[Tensor], values: list[Tensor]) -> None:
+    """Copy tensors to their places; on a GPU those of one dtype by one kernel."""
+    kinds: dict[Any, list[int]] = {}
+    for i, (slot, value) in enumerate(zip(slots, values, strict=True)):
+        alike = slot.is_cuda and value.device == slot.device and value.dtype == slot.dtype
+        kinds.setdefault(slot.dtype if alike else i, []).append(i)
+    for members in kinds.values():
+        if len(members) > 1:
+            torch._foreach_copy_([slots[i] for i in members], [values[i] for i in members])
+        else:
+            slots[members[0]].copy_(values[members[0]])

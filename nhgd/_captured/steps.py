@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from nhgd._captured.script import Script
 from nhgd._solution import Row
+from nhgd.algorithm import Loop
+
+
+class StepSize(NamedTuple):
+    """How many inner steps an outer step takes, and how many batches it draws."""
+
+    steps: int
+    inner: int
+    outer: int
+
+    @classmethod
+    def since_start(cls, loop: Loop) -> StepSize:
+        """Of all outer steps so far."""
+        return cls(loop.clock.total, loop.inner.drawn, loop.outer.drawn)
+
+    def minus(self, other: StepSize) -> StepSize:
+        """Of those since another moment."""
+        return StepSize(*(mine - its for mine, its in zip(self, other, strict=True)))
 
 
 @dataclass
@@ -21,6 +35,7 @@ class CapturedStep:
         script: the step.
         calls: how many derivatives it takes, by the name of their counter.
         counters: how much each integer of the states grows.
+        wanted: comparisons before it is replayed.
         comparisons: how often its result was compared with that of an eager step.
         exact: whether the results were equal in every bit.
         since: replays since the last comparison.
@@ -30,6 +45,7 @@ class CapturedStep:
     script: Script
     calls: dict[str, int]
     counters: dict[str, int]
+    wanted: int
     comparisons: int = 0
     exact: bool = True
     since: int = 0
@@ -51,14 +67,7 @@ class PendingStep:
 
 @dataclass(frozen=True)
 class StepResult:
-    """An outer step: its row of the history, and the distance v moved where that is known, 0-dimensional."""
+    """An outer step: its row of the history, and the distance v moved where that is known."""
 
     row: Row
-    stride: Tensor | None = None
-
-
-def strides_of(taken: Sequence[StepResult]) -> list[float | None]:
-    """The distance v moved in each step, in one transfer."""
-    known = [step.stride for step in taken if step.stride is not None]
-    found = iter(torch.stack(known).tolist() if known else [])
-    return [None if step.stride is None else next(found) for step in taken]
+    stride: float | None = None

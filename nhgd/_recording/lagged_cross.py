@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -78,11 +78,7 @@ class LaggedCross:
         indices = [self.weighing.index_of(weights) for weights, _ in own]
         known = [index for index in indices if index is not None]
         if pending and len(known) == len(pending):
-            along = [
-                p.to(w.dtype) / w.shape[0] if share is None else p.to(w.dtype) * share / w.shape[0]
-                for (w, p, _), (_, share) in zip(pending, own, strict=True)
-            ]
-            self._total[0].index_put_((torch.cat(known),), torch.cat(along), accumulate=True)
+            self._total[0].index_put_((torch.cat(known),), _along(own, [p for _, p, _ in pending]), accumulate=True)
             return
         for weights, products, _ in pending:
             for total, term in zip(self._total, self.weighing.pulled(weights, products), strict=True):
@@ -97,3 +93,18 @@ class LaggedCross:
             return found
         ridge = self.weighing.ridge([total / self.steps for total in self._theta], self.along)
         return [f if r is None else f + r for f, r in zip(found, ridge, strict=True)]
+
+
+def _along(weights: Sequence[tuple[Tensor, Tensor | None]], products: Sequence[Tensor]) -> Tensor:
+    """(1/B) <s_i, x> of all samples of several batches, each with its share if batches were filled up."""
+    sizes, shares = {w.shape[0] for w, _ in weights}, [share for _, share in weights]
+    given = [share for share in shares if share is not None]
+    if len(sizes) == 1 and len(given) in (0, len(shares)):  # by few operations
+        together = torch.cat([p.to(w.dtype) for (w, _), p in zip(weights, products, strict=True)])
+        return (together * torch.cat(given) if given else together) / sizes.pop()
+    return torch.cat(
+        [
+            p.to(w.dtype) / w.shape[0] if share is None else p.to(w.dtype) * share / w.shape[0]
+            for (w, share), p in zip(weights, products, strict=True)
+        ]
+    )

@@ -182,7 +182,7 @@ class Weighing:
             return losses, None
         weights = losses.weights.detach()
         sizes = weights.abs()
-        least = (FAINT * sizes.amax()).clamp_min(FAINTEST)
+        least = (FAINT * torch.linalg.vector_norm(weights, torch.inf)).clamp_min(FAINTEST)
         faint = sizes < least
         share: float | Tensor = 1 / max(1, weights.shape[0])
         if weights.dtype not in (torch.float32, torch.float64):  # which a number of the host would not be rounded to

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from nhgd import _tape as tape
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.algorithm.soba import adjoint_rate, check_rate
 from nhgd.data.batch import Batch
@@ -63,6 +64,11 @@ class FSLA(AbstractAlgorithm):
         check_momentum("FSLA", momentum=self.momentum)
         check_rate(self.adjoint_lr)
 
+    @property
+    @override
+    def not_repeatable(self) -> str | None:
+        return "its momentum follows a schedule" if isinstance(self.momentum, Schedule) else None
+
     @override
     def init(self, loop: Loop) -> FSLAState:
         """The adjoint and the momenta start at zero."""
@@ -73,7 +79,7 @@ class FSLA(AbstractAlgorithm):
     def step(self, loop: Loop, state: FSLAState) -> tuple[FSLAState, StepInfo]:
         v = loop.problem.v
         eta = momentum_at(self.momentum, loop.clock)
-        rate = adjoint_rate(loop, self.adjoint_lr)
+        rate = tape.on_device(adjoint_rate(loop, self.adjoint_lr))
         last = loop.problem.theta.flat()
         loss = loop.inner_step()
         at = loop.oracle([loop.inner_batch()], loop.outer.next())
@@ -86,7 +92,7 @@ class FSLA(AbstractAlgorithm):
             in_v = in_v + (1 - eta) * (state.in_v - there)
         here = v.flat()
         norm = loop.move_v(v.unflatten(in_v))
-        return FSLAState(adjoint, here, in_v), StepInfo(float(value), float(loss), norm)
+        return FSLAState(adjoint, here, in_v), StepInfo(tape.reading(value), tape.reading(loss), norm)
 
 
 def _direction(loop: Loop, x: Tensor, batch: Batch, outer_batch: Batch, seed: int) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from nhgd import _tape as tape
 from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.algorithm.soba import adjoint_rate, check_rate
 from nhgd.loop.loop import Loop, StepInfo
@@ -63,19 +64,24 @@ class MASOBA(AbstractAlgorithm):
         check_momentum("MASOBA", momentum=self.momentum)
         check_rate(self.adjoint_lr)
 
+    @property
+    @override
+    def not_repeatable(self) -> str | None:
+        return None
+
     @override
     def init(self, loop: Loop) -> MASOBAState:
         return MASOBAState(torch.zeros_like(loop.problem.theta.flat()), torch.zeros_like(loop.problem.v.flat()))
 
     @override
     def step(self, loop: Loop, state: MASOBAState) -> tuple[MASOBAState, StepInfo]:
-        v, tau = loop.problem.v, momentum_at(self.momentum, loop.clock)
+        v, tau = loop.problem.v, tape.on_device(momentum_at(self.momentum, loop.clock))
         at = loop.oracle([loop.inner_batch()], loop.outer.next())
         value, gradient = at.live_gradient()
         outer = at.outer()
         product, cross = at.products(state.adjoint)
-        adjoint = state.adjoint - adjoint_rate(loop, self.adjoint_lr) * (product - outer.theta)
+        adjoint = state.adjoint - tape.on_device(adjoint_rate(loop, self.adjoint_lr)) * (product - outer.theta)
         average = (1 - tau) * state.average + tau * (v.flatten(outer.v) - v.flatten(cross))
         loop.move_theta(gradient)
         norm = loop.move_v(v.unflatten(average))
-        return MASOBAState(adjoint, average), StepInfo(float(outer.value), float(value), norm)
+        return MASOBAState(adjoint, average), StepInfo(tape.reading(outer.value), tape.reading(value), norm)

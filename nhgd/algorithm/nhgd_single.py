@@ -8,6 +8,7 @@ from typing import ClassVar, final
 from torch import Tensor
 from typing_extensions import override
 
+from nhgd import _tape as tape
 from nhgd._validation import not_negative
 from nhgd.algorithm.aid import check_batches
 from nhgd.algorithm.base import AbstractAlgorithm
@@ -90,6 +91,11 @@ class NHGDSingle(AbstractAlgorithm):
     def online(self) -> AbstractInverse | None:
         return self.inverse
 
+    @property
+    @override
+    def not_repeatable(self) -> str | None:
+        return None
+
     @override
     def init(self, loop: Loop) -> NHGDSingleState:
         """Decide how much of the inner steps the curvature takes: ten of them count as an inner loop."""
@@ -102,4 +108,6 @@ class NHGDSingle(AbstractAlgorithm):
         found, lag, noted = hypergradient(loop, loop.inner_batches(self.batches), state.adjoint, horizon=state.horizon)
         norm = loop.move_v(found.leaves)
         notes = {"inverse": "none" if loop.inverse is None else loop.inverse.name} | noted
-        return NHGDSingleState(found.adjoint, state.horizon), StepInfo(found.value, float(loss), norm, lag, notes)
+        return NHGDSingleState(found.adjoint, state.horizon), StepInfo(
+            found.value, tape.reading(loss), norm, lag, notes
+        )

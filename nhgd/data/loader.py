@@ -102,6 +102,7 @@ class Walk(Iterator[tuple[Tensor, ...]]):
         self._data = data
         self._place = 0
         self._order: Tensor | None = None  # drawn when the first batch is asked for
+        self._samples: np.ndarray[Any, Any] | None = None  # the same in NumPy, whose operations take less time to call
         self._starts: list[int] = []  # of stretches
         self._orders: dict[torch.device, Tensor] = {}
 
@@ -120,15 +121,19 @@ class Walk(Iterator[tuple[Tensor, ...]]):
             self._orders = {device: self._order.to(device) for device in {t.device for t in data.columns}}
         return tuple(gathered_rows(t, self._orders[t.device][start : start + data.batch]) for t in data.columns)
 
-    def next_index(self) -> Tensor:
+    def next_index(self) -> np.ndarray[Any, Any]:
         """The samples of the next batch, in the host's memory, in place of the batch itself."""
         start = self._place * self._data.batch
         stop = min(start + self._data.batch, self._data.samples)
         self._step()
         if self._starts:
             start = self._starts[self._place - 1]
-            return torch.arange(start, start + self._data.size(self._place - 1)) % self._data.samples
-        return torch.arange(start, stop) if self._order is None else self._order[start:stop]
+            return np.arange(start, start + self._data.size(self._place - 1)) % self._data.samples
+        if self._order is None:
+            return np.arange(start, stop)
+        if self._samples is None:
+            self._samples = self._order.numpy()
+        return self._samples[start:stop]
 
     def _step(self) -> None:
         if self._place * self._data.batch >= self._data.samples:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -14,14 +15,14 @@ from nhgd._randomness import generators, set_generators
 from nhgd._tree import tensors
 from nhgd.data.batch import Batch, fingerprint, move
 from nhgd.data.loader import Data, Walk, gathered_rows, reiterable
-from nhgd.data.padding import Padded
+from nhgd.data.padding import Padded, Places
 from nhgd.errors import InputError
 
 
 class _Drawn(NamedTuple):
     """The sample indices of a batch that the host has not needed yet."""
 
-    samples: Tensor
+    samples: np.ndarray[Any, Any]
 
 
 class BatchStream:
@@ -44,7 +45,9 @@ class BatchStream:
         self._last: Batch = None
         self._walk: Iterator[Batch] | None = None
         self._taken = 0
+        self.drawn = 0  # batches, of all passes
         self.pads = False  # whether shorter batches of `Data` are filled up
+        self._places: Places | None = None  # of those
         self._start: dict[str, Any] | None = None
         self._before: dict[str, Any] | None = None
 
@@ -85,7 +88,7 @@ class BatchStream:
     def last(self) -> Batch:
         """The batch that was drawn last."""
         if isinstance(self._last, _Drawn):
-            self._last = self.gathered(self._last.samples)
+            self._last = self.gathered(torch.from_numpy(self._last.samples))
         return self._last
 
     def next(self) -> Batch:
@@ -100,7 +103,9 @@ class BatchStream:
 
     def next_index(self) -> Tensor:
         """The sample indices of the next batch, for a source that is `Data`."""
+        return torch.from_numpy(self._drawn())
 
+    def _drawn(self) -> np.ndarray[Any, Any]:
         def drawn(walk: Iterator[Batch]) -> Batch:
             assert isinstance(walk, Walk)
             return _Drawn(walk.next_index())
@@ -110,13 +115,19 @@ class BatchStream:
 
     def next_padded(self) -> Tensor:
         """The same for a batch that is filled up with a sample of its own, and in the last place how many count."""
-        samples = self.next_index()
         assert isinstance(self.source, Data)
-        filled = samples.new_empty(self.source.batch + 1)
-        filled[: len(samples)] = samples
-        filled[len(samples) :] = samples[0]
-        filled[-1] = len(samples)
-        return filled
+        filled = np.empty(self.source.batch + 1, dtype=np.int64)
+        self.draw_into(filled)
+        return torch.from_numpy(filled)
+
+    def draw_into(self, place: np.ndarray[Any, Any]) -> None:
+        """Write the sample indices of the next batch where they will be sent from."""
+        samples = self._drawn()
+        count = len(samples)
+        place[:count] = samples
+        if self.pads:
+            place[count:] = samples[0]
+            place[-1] = count
 
     @property
     def longest(self) -> int:
@@ -134,10 +145,30 @@ class BatchStream:
         if len(index) > self.source.batch:
             last = self._last
             samples = len(last.samples) if isinstance(last, _Drawn) else self.source.batch
-            return Padded.of(self.gathered(index[:-1]), index[-1].to(self.device), samples)
+            batch = self.gathered(index[:-1])
+            if self._places is None:
+                self._places = Places.of(batch, self.device)
+            return Padded.of(batch, index[-1].to(self.device), samples, self._places)
         at = {device: index.to(device) for device in {t.device for t in self.source.columns}}
         columns = [gathered_rows(t, at[t.device]) for t in self.source.tensors]
         return (*columns, at[self.source.columns[-1].device])  # the index of a sample is itself
+
+    def bytes(self, samples: int) -> int:
+        """What so many samples of `Data` take."""
+        assert isinstance(self.source, Data)
+        return sum(samples * t[:1].numel() * t.element_size() for t in self.source.tensors)
+
+    def gathered_together(self, indices: Sequence[Tensor]) -> list[Batch]:
+        """The batches of equally long indices, by as many operations as one of them takes."""
+        assert isinstance(self.source, Data)
+        together = torch.stack(list(indices))  # (n, B), or one more for how many count
+        batch = self.source.batch
+        rows = together[:, :batch].reshape(-1)
+        columns = [gathered_rows(t, rows).unflatten(0, (len(indices), -1)) for t in self.source.tensors]
+        found = list(zip(*(column.unbind() for column in columns), rows.view(len(indices), -1).unbind(), strict=True))
+        if together.shape[1] == batch or self._places is None:
+            return [tuple(parts) for parts in found]
+        return Padded.several(found, together[:, batch:], self._places)
 
     @property
     def is_constant(self) -> bool:
@@ -186,6 +217,7 @@ class BatchStream:
                 self._walk = None
                 continue
             self._taken += 1
+            self.drawn += 1
             self._last = batch if isinstance(batch, _Drawn) else move(batch, self.device)
             return self._last
         raise InputError(f"{self.name} yields no batch. Provide at least one, for example [(x, y)].")

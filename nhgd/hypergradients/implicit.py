@@ -23,7 +23,7 @@ from nhgd.inverse.refined import Refined
 from nhgd.objective import OracleCalls
 from nhgd.oracle import Oracle, OuterGradient
 from nhgd.problem import Bilevel
-from nhgd.variable import PIECE, dot
+from nhgd.variable import products
 
 VANISHED = 1e-10  # of the squared outer gradient: below it the samples' squared gradients count as vanished
 CUT = 10.0  # of x: how long the part of it may be that was left out as rounding error
@@ -98,10 +98,10 @@ def implicit(
     leaves = [f - c for f, c in zip(outer.v, (cross or at.cross)(x), strict=True)]
     if stats.residual is None and inverse.learner is not None:
         if tape.tape() is None:
-            if _vanished(len(x), *_lengths(outer.theta, x).tolist()):
+            if _vanished(len(x), *products(outer.theta, x).reshape(4).tolist()):
                 stats = _with_residual(at, stats, outer.theta, x)
         else:
-            tape.defer(_leave_if_vanished, len(x), *map(tape.reading, _lengths(outer.theta, x)))
+            tape.defer(_leave_if_vanished, len(x), *map(tape.reading, products(outer.theta, x).reshape(4)))
 
     def looked_at(stats: SolveStats) -> SolveStats:
         stats = replace(stats, trouble=_trouble(inverse, stats, outer.theta.dtype))
@@ -135,16 +135,7 @@ def _with_residual(at: Oracle, stats: SolveStats, u: Tensor, x: Tensor) -> Solve
     return replace(stats, residual=residual, converged=stats.converged and residual <= POOR)
 
 
-def _lengths(u: Tensor, x: Tensor) -> Tensor:
-    """u.u, u.x and x.x, (3,) in float64; of short vectors by one product."""
-    if len(u) > PIECE:
-        return torch.stack([dot(u, u), dot(u, x), dot(x, x)])
-    both = torch.stack([u, x]).double()
-    (uu, ux), (_, xx) = both @ both.T
-    return torch.stack([uu, ux, xx])
-
-
-def _vanished(size: int, uu: float, ux: float, xx: float) -> bool:
+def _vanished(size: int, uu: float, ux: float, xu: float, xx: float) -> bool:
     """Whether a learnt inverse may have learnt from gradients that vanish, so that one product is well spent.
 
     The mean squared gradient of a sample is the trace of the Fisher matrix. D times the curvature that the inverse
@@ -154,8 +145,8 @@ def _vanished(size: int, uu: float, ux: float, xx: float) -> bool:
     return bool(xx > 0 and size * ux / xx < VANISHED * uu)
 
 
-def _leave_if_vanished(size: int, uu: float, ux: float, xx: float) -> None:
-    if _vanished(size, uu, ux, xx):
+def _leave_if_vanished(size: int, *lengths: float) -> None:
+    if _vanished(size, *lengths):
         raise tape.NotRepeatable(
             "the gradients of the samples may have vanished, which only a Hessian product can show"
         )

@@ -128,6 +128,8 @@ class Learned(AbstractInverse, Generic[S]):
 class Iterative(AbstractInverse):
     """An inverse without a state: each solve asks the oracle for the products it needs."""
 
+    squares: ClassVar[bool] = True  # whether a solve squares entries of u, which could underflow or overflow
+
     @abstractmethod
     def solve(self, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """x close to H^{-1} u, (D,), at a point, optionally from a first guess."""
@@ -142,6 +144,8 @@ class Iterative(AbstractInverse):
     @override
     def apply(self, state: Any, u: Tensor, oracle: Oracle, start: Tensor | None = None) -> tuple[Tensor, SolveStats]:
         """Solve, for u of any length."""
+        if not self.squares:
+            return self.solve(u, oracle, start)
         return at_usual_scale(u, start, lambda u, start: self.solve(u, oracle, start))
 
 

@@ -5,7 +5,7 @@ An inverse that has one of these methods need not say so: it is enough that the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
@@ -241,6 +241,11 @@ def begun(learner: Learned[S], state: S) -> S:
 def needs_record(learner: Learned[Any], step: int) -> bool:
     """Whether the record of this inner step is to be made at all; steps count from 0 over the whole run."""
     return not isinstance(learner, SkipsSteps) or learner.needs_record(step)
+
+
+def needs_records(learner: Learned[Any], steps: Iterable[int]) -> bool:
+    """Whether the record of any of these inner steps is to be made."""
+    return not isinstance(learner, SkipsSteps) or any(map(learner.needs_record, steps))
 
 
 def sampling(learner: Learned[Any], step: int) -> Sampling | None:

@@ -33,6 +33,7 @@ class Identity(Iterative):
     """
 
     name: ClassVar[str] = "identity"
+    squares: ClassVar[bool] = False
     scale: float = 1.0
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from nhgd.errors import percent
 from nhgd.loop.gain import Gain
 from nhgd.oracle import Oracle
 from nhgd.problem import LARGE
-from nhgd.variable import dot
+from nhgd.variable import products
 
 MEMORY = 0.8  # of the running mean of cosines, for each outer step
 POWER = 0.75
@@ -25,6 +25,7 @@ UNDETERMINED = 1e3
 # Inner loops beyond which the damping is negligible; the second without a ridge, where nothing else is added.
 LONGEST = (1e8, 1e4)
 EVERY = 4  # outer steps from one reading to the next, after the first few
+LAG = 2  # outer steps after which readings of a GPU are heeded: it never waits for the host, nor the host for it
 SHARE = 0.05  # of the inner loop's gradients that may be spent on measuring
 SHARE_OF_LARGE = (
     0.02  # the same for a large model, where products are of few samples and take longer than those gradients
@@ -116,6 +117,7 @@ class Horizon:
         suspect, worse, plain: whether the learnt matrix is to be compared with none, how often in a row it was worse,
             and whether it is used no more.
         poor, far: how many measurements in a row found x poor, and theta far from its inner optimum.
+        noted: the numbers of outer steps with their running means, of which it is too early to heed them.
         steps: outer steps.
         first, lowest, recent: the first outer loss, the lowest running mean of it, and the present one.
     """
@@ -140,6 +142,7 @@ class Horizon:
     lowest: float = math.inf
     recent: float = math.nan
     steps: int = 0
+    noted: tuple[tuple[float, ...], ...] = ()
 
     @classmethod
     def start(cls, device: torch.device, warm: bool = True, determined: bool = True) -> Horizon:
@@ -171,8 +174,9 @@ class Horizon:
     def observe(self, x: Tensor) -> None:
         """Compare x with the last one."""
         if self.adjoint is not None:
-            size = dot(x, x).sqrt() * dot(self.adjoint, self.adjoint).sqrt()
-            cosine = torch.where(size > 0, dot(x, self.adjoint) / size, self.cosine)
+            found = products(x, self.adjoint)
+            size = found.diagonal().sqrt().prod()
+            cosine = torch.where(size > 0, found[0, 1] / size, self.cosine)
             self.cosine = self.cosine.lerp(cosine, 1 - MEMORY)
         self.adjoint = x
         if self.correction is None and tape.repeatable():  # so that captured steps have one form
@@ -188,8 +192,7 @@ class Horizon:
 
     def ahead(self, first: Tensor, second: Tensor) -> Tensor:
         """How far theta still goes, from the ways it went in the two halves of the inner loop."""
-        a, b = first.double(), second.double()
-        self.halves = self.halves.lerp(torch.stack([a.dot(a), a.dot(b)]), 1 - MEMORY)
+        self.halves = self.halves.lerp(products(first, second)[0], 1 - MEMORY)
         size, along = self.halves
         q = torch.where(size > 0, along / size, 0.0).clamp(0.0, AHEAD / (1 + AHEAD))
         return (q / (1 - q)).to(second.dtype) * second
@@ -199,24 +202,60 @@ class Horizon:
         """How much the running mean of x keeps of itself."""
         return min(max(self.rho, 0.0), STEADY)
 
+    def means(self) -> Tensor:
+        """The running means, (4,)."""
+        return torch.cat([self.cosine.reshape(1), self.gain.means])
+
+    @staticmethod
+    def reads(step: int) -> bool:
+        """Whether the running means of this step are heeded: those of every few alone."""
+        return step < EVERY or step % EVERY == EVERY - 1
+
+    @property
+    def lags(self) -> bool:
+        """Whether running means are heeded some steps later, when a GPU has long computed them."""
+        return self.cosine.is_cuda
+
+    def note(self, step: int, means: Sequence[float]) -> None:
+        """Keep the running means of a step, which is `LAG` steps behind when they are heeded."""
+        if self.reads(step):
+            self.noted = (*self.noted, (float(step), *means))
+
     def read(self, step: int) -> None:
-        """The running means, every few outer steps alone."""
-        if step < EVERY or step % EVERY == EVERY - 1:
-            self.rho, *means = torch.cat([self.cosine.reshape(1), self.gain.means]).tolist()
-            self.gain.read(means, self._persistence)
+        """Heed the running means that are due at the end of this step."""
+        if not self.lags:
+            if self.reads(step):
+                self._heed(self.means().tolist())
+            return
+        for made, *means in self.noted:
+            if made <= step - LAG:
+                self._heed(means)
+        self.noted = tuple(kept for kept in self.noted if kept[0] > step - LAG)
+
+    def _heed(self, means: Sequence[float]) -> None:
+        self.rho, *others = means
+        self.gain.read(others, self._persistence)
 
     @property
     def persists(self) -> bool:
         """Whether successive adjoints are similar, so that findings about one hold for the next."""
         return self.warm and self.rho >= PERSISTENT
 
-    def due(self, step: int, inner_steps: int) -> bool:
-        """Whether products may be spent at this outer step."""
+    def due(self, step: int, inner_steps: int, recorded: Callable[[int], bool] | None = None) -> bool:
+        """Whether products may be spent at this outer step.
+
+        recorded: whether the outer step that comes so many after this one has a record. If one has where products are
+            due, and the next has none, products wait for that: captured steps are of fewer kinds.
+        """
         products = 1 + self.persists + self.compares
         large = self.adjoint is not None and self.adjoint.numel() > LARGE
         share = SHARE_OF_LARGE if large else SHARE
         period: int = max(EVERY, math.ceil(products * PRODUCT / (share * max(inner_steps, 1))))
-        return step % period == 0
+        place = step % period
+        if recorded is None or place > 1:
+            return place == 0
+        waits = recorded(-place) and not recorded(1 - place)
+        return place == int(waits)
 
     @property
     def compares(self) -> bool:
@@ -268,13 +307,15 @@ class Horizon:
         hz = at.hvp(z) if persists else None
         other = u if learnt is None or not self.plain else learnt
         ho = at.hvp(other) if compares else None
-        pairs: list[tuple[Tensor | None, Tensor | None]]
-        pairs = [(u, u), (x, u), (x, w), (z, u), (x, hz), (z, hz), (x, x), (z, z), (x, z), (w, w), (w, u), (w, hz)]
-        pairs += [(hz, hz), (hz, u), (other, u), (other, ho)]
+        known = {"u": u, "x": x, "w": w, "z": z, "hz": hz, "other": other, "ho": ho}
+        given = {name: vector for name, vector in known.items() if vector is not None}
+        of_all, places = products(*given.values()), {name: i for i, name in enumerate(given)}
         none = newton.new_zeros((), dtype=torch.float64)
-        numbers = [none if a is None or b is None else dot(a, b) for a, b in pairs]
+        pairs = "u u, x u, x w, z u, x hz, z hz, x x, z z, x z, w w, w u, w hz, hz hz, hz u, other u, other ho"
+        named = [pair.split() for pair in pairs.split(", ")]
+        numbers = [of_all[places[a], places[b]] if a in places and b in places else none for a, b in named]
         here = at.problem.theta.flat()
-        numbers = [*numbers[:-2], newton.double(), dot(here, here).sqrt(), *numbers[-2:]]
+        numbers = [*numbers[:-2], newton.double(), torch.linalg.vector_norm(here, dtype=torch.float64), *numbers[-2:]]
         stacked, outcome = torch.stack(numbers), dict[str, Any]()
 
         def look() -> None:
@@ -338,10 +379,10 @@ class Horizon:
         self.plain, self.scale = not self.plain, ou / oh
         return self.scale
 
-    def signature(self, step: int, inner_steps: int) -> tuple[Any, ...]:
+    def signature(self, step: int, inner_steps: int, recorded: Callable[[int], bool]) -> tuple[Any, ...]:
         """What decides which work an outer step does here, numbers aside."""
         known = self.correction is None, self.adjoint is None, self.plain
-        return (self.due(step, inner_steps) and (self.persists, self.compares), *known)
+        return (self.due(step, inner_steps, recorded) and (self.persists, self.compares), *known)
 
     def warning_for(self, loss: float) -> str | None:
         """Why the hypergradient is not to be trusted, in a sentence with the remedy; None where nothing speaks

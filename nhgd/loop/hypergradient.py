@@ -108,6 +108,9 @@ def hypergradient(
         }
         horizon.observe(found.adjoint)
         horizon.gain.observe(value, loop.problem.v.flatten(found.leaves), loop.problem.v.flat())
+        if known.lags and (tape.tape() is not None or known.reads(loop.clock.k)):
+            tape.keep_up()
+            tape.defer(lambda *means: known.note(loop.clock.k, means), *map(tape.reading, known.means()))
         tape.at_end(lambda: known.read(loop.clock.k))
         tape.defer(lambda value: loop.solve_warnings.warn(known.warning_for(value)), found.value)
     return OuterGradient(found, lag, notes)
@@ -128,7 +131,8 @@ def _outer(
     # data.
     leaves = [part.clone() for part in theta.unflatten(here)]
     with loop.temporarily_at(here + horizon.ahead(middle - start, here - middle)):
-        value = ats[0].outer_loss(leaves)
+        with tape.overlapped(*leaves):
+            value = ats[0].outer_loss(leaves)
         mean = _mean([at.outer() for at in ats])
     return replace(mean, value=value), mean.value
 
@@ -153,7 +157,8 @@ def _adjusted(
 ) -> Tensor:
     """x as the horizon corrects it, now and then by Hessian products, which add notes."""
     learnt, x = x, horizon.corrected(x, u)
-    if not horizon.due(loop.clock.k, loop.clock.t):
+    steps = loop.clock.t
+    if not horizon.due(loop.clock.k, steps, loop.records(loop.clock.total - steps, steps)):
         return x
     last = loop.last_gradient
     gradient = None if last is None else partial(loop.problem.theta.flatten, last)

@@ -31,7 +31,7 @@ from nhgd.errors import InputError, NonFiniteError
 from nhgd.execution.base import AbstractExecutor, SupportsOverlap
 from nhgd.hypergradients.implicit import SolveWarnings
 from nhgd.inverse.base import AbstractInverse
-from nhgd.inverse.capabilities import couples, fold, needs_record, sampling
+from nhgd.inverse.capabilities import couples, fold, needs_record, needs_records, sampling
 from nhgd.loop.accumulation import accumulated, micro_batches
 from nhgd.loop.horizon import Horizon
 from nhgd.loop.mover import Mover
@@ -175,6 +175,18 @@ class Loop:
         """How far ahead the hypergradients of this run answer, before the first outer step."""
         values, theta = self.outer.values, self.problem.theta
         return Horizon.start(theta.device, warm, values is None or values >= self.problem.v.numel)
+
+    def records(self, first: int, steps: int) -> Callable[[int], bool]:
+        """Whether the outer step that comes so many after one has a record; the one of `steps` inner steps from
+        `first` on.
+        """
+        learner = None if self.inverse is None else self.inverse.learner
+
+        def has_one(later: int) -> bool:
+            start = first + later * steps
+            return learner is not None and needs_records(learner, range(start, start + steps))
+
+        return has_one
 
     @property
     def _total(self) -> Any:
@@ -331,7 +343,7 @@ class Loop:
     @contextmanager
     def temporarily_at(self, theta: Tensor, v: Tensor | None = None) -> Iterator[None]:
         """A context in which theta (D,), and v (P,) if given, have other values."""
-        here = self.problem.theta.flat(), self.problem.v.flat()
+        here = self.problem.theta.flat(), None if v is None else self.problem.v.flat()
         self.problem.theta.assign(theta)
         if v is not None:
             self.problem.v.assign(v)
@@ -339,7 +351,7 @@ class Loop:
             yield
         finally:
             self.problem.theta.assign(here[0])
-            if v is not None:
+            if here[1] is not None:
                 self.problem.v.assign(here[1])
 
     def projected(self, theta: Tensor) -> Tensor:
@@ -385,7 +397,8 @@ class Loop:
         """One projected optimiser step on v along the hypergradient, clipped; its norm before. Non-finite ones are
         refused.
         """
-        numbers = [torch.stack([g.double().norm() for g in gradient]).norm()]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradient]
+        numbers = [norms[0] if len(norms) == 1 else torch.stack(norms).norm()]
         low = self.problem.lowest_weight()
         tape.join()
         if low is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nhgd import _tape as tape
 from nhgd.errors import InputError
 from nhgd.loop.loop import Loop, StepInfo
 from nhgd.loop.neumann_estimate import Estimator, draw, estimate, scaled
@@ -36,7 +37,8 @@ def momentum_at(value: float | Schedule, clock: Clock) -> float:
     """The current eta; 1 at the first outer step, when there is nothing to correct."""
     if clock.k == 0:
         return 1.0
-    return min(value.rate(clock), 1.0) if isinstance(value, Schedule) else value
+    schedule = value
+    return tape.number(lambda: min(schedule.rate(clock), 1.0)) if isinstance(schedule, Schedule) else value
 
 
 @dataclass
