@@ -143,6 +143,16 @@ class Tape(ABC):
         """Work that is not captured."""
 
     @abstractmethod
+    def decided(
+        self,
+        numbers: Tensor,
+        expected: Tensor,
+        accepts: Callable[[list[float]], bool],
+        otherwise: Callable[[], Tensor],
+    ) -> Tensor:
+        """A choice of the host by numbers of the device."""
+
+    @abstractmethod
     def reading(self, tensor: Tensor) -> Reading:
         """A number of the device that the host reads later."""
 
@@ -230,6 +240,20 @@ def effect(do: Callable[[], None]) -> None:
 def eager(work: Callable[[], T]) -> T:
     """Work that cannot be captured. Only the tensors of its result may differ from step to step."""
     return work() if _current.tape is None else _current.tape.eager(work)
+
+
+def decided(
+    numbers: Tensor, expected: Tensor, accepts: Callable[[list[float]], bool], otherwise: Callable[[], Tensor]
+) -> Tensor:
+    """What the host chooses by numbers of the device, (n,) in float64: `expected` if it accepts them, as it mostly
+    does, else what it makes `otherwise`, a tensor of the same form.
+
+    The rest of a captured step may be launched before the numbers are known. What the host computes from the choice
+    are host values, or numbers of later steps.
+    """
+    if _current.tape is None:
+        return expected if accepts(numbers.tolist()) else otherwise()
+    return _current.tape.decided(numbers, expected, accepts, otherwise)
 
 
 def reading(tensor: Tensor) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from nhgd import _tape as tape
 from nhgd._validation import Validated
 from nhgd.errors import InputError, unknown
 
@@ -179,11 +180,8 @@ class Gaussian(AbstractLikelihood):
             if slope.requires_grad:
                 found = torch.autograd.grad(slope.sum(), outputs, retain_graph=True, materialize_grads=True)
                 curvature = _precise(found[0])
-        if bool((curvature < 0).any()) or not bool((curvature > 0).any()):
-            raise InputError(
-                "The gaussian likelihood needs losses that are a squared error of Losses.outputs, but they do not"
-                " curve upwards in them. Return the same tensor that the losses were computed from."
-            )
+        upwards = ~(curvature < 0).any() & (curvature > 0).any()
+        tape.defer(_refuse_flat, tape.reading(upwards))
         return _columns(curvature.sqrt())
 
 
@@ -194,6 +192,14 @@ def _roots_of_factors(outputs: Tensor, losses: Tensor) -> Tensor:
     slope, p = _precise(found), _precise(outputs).softmax(-1)
     total = p.masked_fill(slope <= 0, 0.0).sum(-1, keepdim=True)
     return (slope.clamp_min(0).sum(-1, keepdim=True) / total.clamp_min(torch.finfo(p.dtype).tiny)).sqrt()
+
+
+def _refuse_flat(upwards: float) -> None:
+    if not upwards:
+        raise InputError(
+            "The gaussian likelihood needs losses that are a squared error of Losses.outputs, but they do not"
+            " curve upwards in them. Return the same tensor that the losses were computed from."
+        )
 
 
 def _same_curvature(likelihood: AbstractLikelihood, outputs: Tensor, losses: Tensor) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -217,8 +218,11 @@ class Objective:
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """The random numbers of an inner step: from the run's generators, or from the seed."""
-        if self.seed is not None:
-            torch.manual_seed(self.seed)
+        seed = self.seed
+        if seed is not None and tape.tape() is None:
+            torch.manual_seed(seed)
+        elif seed is not None:  # the device draws nothing, but the host draws its next numbers from there
+            tape.effect(partial(_seed_host, seed))
         yield
 
     def losses(self, theta: Sequence[Tensor] | None = None) -> Losses:
@@ -293,11 +297,15 @@ class Objective:
         """The pass of an inner step, with the value and gradient of the batch."""
         return tap.passed(self.problem, self.batch)
 
-    @torch.no_grad()
     def value(self) -> float:
         """The objective alone: no derivative and no count."""
+        return float(self.loss())
+
+    @torch.no_grad()
+    def loss(self) -> Tensor:
+        """The same as a tensor without dimensions, which stays on its device."""
         with self.drawing(twice=False):
-            return float(self.summed([self.term()])[0])
+            return self.summed([self.term()])[0]
 
     def gradient(self, calls: OracleCalls | None = None) -> Tensor:
         """Its gradient in theta, (D,)."""
@@ -397,6 +405,10 @@ class OuterObjective:
     def summed(self, terms: Sequence[Tensor], in_v: Sequence[Tensor] = ()) -> list[Tensor]:
         """Answers on the batch, from the terms found here. Few entries of those in v may differ from zero."""
         return [*terms, *in_v]
+
+
+def _seed_host(seed: float) -> None:
+    torch.default_generator.manual_seed(int(tape.now(seed)))
 
 
 def _with_ridge(

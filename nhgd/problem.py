@@ -274,7 +274,7 @@ class Bilevel:
                 stack.enter_context(self.theta.undisturbed())
                 stack.enter_context(self.v.undisturbed())
             if seed is not None and tape.tape() is None:  # captured steps draw no random numbers
-                stack.enter_context(seeded(seed, self.theta.device))
+                stack.enter_context(seeded(int(tape.now(seed)), self.theta.device))
             stack.enter_context(self.kernels(twice))
             yield
 

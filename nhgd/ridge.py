@@ -33,6 +33,11 @@ class Ridge:
         """Whether it is above 0 for every coordinate."""
         return self.value > 0 if isinstance(self.value, float) else bool((self.value > 0).all())
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether it is known to be the same for every coordinate."""
+        return isinstance(self.value, float)
+
     def plus(self, damping: float) -> Ridge:
         """With a number added to every entry.
 

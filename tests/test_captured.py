@@ -15,7 +15,7 @@ from torch import nn
 import nhgd
 from nhgd._captured.captured import CompileWarning
 from nhgd.algorithm import AID, FSLA, MASOBA, NHGD, NHGDSingle
-from nhgd.inverse import CG, EKFAC, KFAC, FisherDiagonal, FisherWindow, Refined
+from nhgd.inverse import CG, EKFAC, KFAC, FisherDense, FisherDiagonal, FisherWindow, Refined
 from nhgd.schedule import Decay
 from tests.recorded import HostRead, RecordedCapture
 
@@ -370,14 +370,15 @@ def test_a_recorded_read_is_an_error():
     ("method", "settings", "why"),
     [
         ("aid-identity", {"dropout": 0.2}, "draws random numbers"),
-        (NHGD(FisherWindow(window=40)), {}, "depends on values it computes"),
+        (NHGD(FisherWindow(window=40)), {}, "samples of several batches"),
+        (NHGD(FisherDense()), {}, "depends on values it computes"),
         (NHGD(FULL, inner="natural"), {}, "natural steps"),
         ("aid-cg", {"inner_optimizer": torch.optim.Adam}, "capturable=True"),
         ("stocbio", {}, "reads values"),
         ("aid-identity", {"project_v": lambda v: v.clamp_(0, 1)}, "project_v is a function"),
         (NHGD(replace(FULL, solver="cholesky")), {}, "depends on values"),
     ],
-    ids=["dropout", "window", "natural", "adam", "stocbio", "projection", "cholesky"],
+    ids=["dropout", "window", "dense", "natural", "adam", "stocbio", "projection", "cholesky"],
 )
 def test_what_cannot_be_captured_is_taken_plainly(recorded, method, settings, why):
     with pytest.warns(CompileWarning, match=why):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch import nn
 
 import nhgd
 from nhgd.algorithm import AID, NHGD, NHGDSingle
-from nhgd.inverse import CG, EKFAC, KFAC, FisherDiagonal, Refined
+from nhgd.inverse import CG, EKFAC, KFAC, FisherDiagonal, FisherWindow, Refined
 from nhgd.schedule import Decay
 
 pytestmark = [
@@ -29,6 +31,14 @@ METHODS = {
     "diagonal": NHGD(FisherDiagonal(overhead=None)),
     "refined": NHGD(Refined(FULL, steps=3)),
 }
+WINDOW = FisherWindow(window=90, fisher="exact")
+OF_WHOLE_BATCHES = {
+    "window": NHGD(replace(WINDOW, overhead=None)),
+    "natural": NHGD(WINDOW, inner="natural", natural_steps=2),
+    "natural, observed at the end": NHGD(
+        replace(WINDOW, records="sample", damping=1e-4), inner="natural", observe="end", natural_floor=1e-6
+    ),
+}
 
 
 def inner(model, v, batch):
@@ -41,7 +51,7 @@ def outer(model, v, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def run(method, compile, steps=40, inner=inner, **settings):
+def run(method, compile, steps=40, batch=40, inner=inner, **settings):
     generator = torch.Generator().manual_seed(1)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 3)).double().cuda()
@@ -52,7 +62,7 @@ def run(method, compile, steps=40, inner=inner, **settings):
     v = torch.full((90,), 0.5, dtype=torch.float64, device="cuda")
     problem = nhgd.Bilevel(inner, outer, net, v, l2=1e-2, likelihood="categorical")
     settings = {"inner_steps": 3, "inner_lr": 0.2, "outer_lr": 0.5, "project_v": (0, 1)} | settings
-    data = nhgd.Data(x[:90], y[:90], batch=40), nhgd.Data(x[90:], y[90:])
+    data = nhgd.Data(x[:90], y[:90], batch=batch), nhgd.Data(x[90:], y[90:])
     return nhgd.Solver(problem, *data, method=method, compile=compile, **settings).run(steps=steps)
 
 
@@ -68,6 +78,14 @@ def test_repeated_steps_end_where_plain_ones_do(name):
     assert [row["step"] for row in found.history] == list(range(1, 41))
     if name != "kfac within a budget":  # which is another for captured steps
         torch.testing.assert_close(found.v, run(METHODS[name], False).v, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", OF_WHOLE_BATCHES)
+def test_steps_with_a_window_of_the_whole_batch_end_where_plain_ones_do(name):
+    found, wanted = (run(OF_WHOLE_BATCHES[name], compile, batch=None, outer_lr=0.05) for compile in ("auto", False))
+    assert_repeated(found)
+    torch.testing.assert_close(found.v, wanted.v, rtol=1e-6, atol=1e-8)
+    assert found.history[-1].get("taken_back") == wanted.history[-1].get("taken_back")
 
 
 @pytest.mark.parametrize("made", [True, False], ids=["by the user", "by the run"])

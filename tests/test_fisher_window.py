@@ -392,21 +392,38 @@ def test_float32_gradients_of_low_rank_are_right_where_they_lie(weights: Any) ->
 
 def test_a_step_multiplies_its_own_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    product = gram.Rows.gram
+    product, own_product = gram.Rows.gram, gram.Rows.own_gram
 
     def spied(self: gram.Rows, other: gram.Rows, metric: Tensor | None = None) -> Tensor:
         seen.append((len(self.rows), len(other.rows)))
         return product(self, other, metric)
 
+    def spied_own(self: gram.Rows) -> Tensor:
+        seen.append((len(self.rows), "own"))
+        return own_product(self)
+
     monkeypatch.setattr(gram.Rows, "gram", spied)
+    monkeypatch.setattr(gram.Rows, "own_gram", spied_own)
     inverse = FisherWindow(window=8, records="sample")
     state = taught(inverse, [normal(3, D, seed=i) for i in range(4)])
-    assert seen == [(3, 3), (3, 6), (2, 8), (1, 8), (3, 8)]  # the third goes round the end of the ring
+    assert seen == [(3, "own"), (3, 6), (2, 8), (1, 8), (3, 8)]  # the third goes round the end of the ring
     for l2 in (0.1, lambda v: v.sum()):
         inverse.apply(state, normal(D), oracle(l2=l2))
     assert len(seen) == 5  # a constant ridge needs no new product, whatever its value
     inverse.apply(state, normal(D), oracle(l2=lambda v: v))
     assert seen[5:] == [(8, 8)]
+
+
+@pytest.mark.parametrize(("samples", "roots"), [(7, 1), (2, 4), (5, 2)])
+def test_half_of_a_symmetric_product_tells_the_other(samples: int, roots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gram, "STRIP", 3)
+    monkeypatch.setattr(gram, "PIECE", 40)
+    block = gram.Rows(2, normal(samples, roots, 11))
+    found = block.own_gram()
+    rows = block.rows.reshape(-1, 11)
+    torch.testing.assert_close(found.reshape(len(rows), -1), rows @ rows.T)
+    full = found.reshape(len(rows), -1)
+    assert torch.equal(full[:3, 3:], full[3:, :3].T)  # above the blocks of the diagonal: copied
 
 
 def test_no_array_of_the_state_is_as_large_as_d_by_d() -> None:

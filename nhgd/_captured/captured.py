@@ -377,7 +377,7 @@ class Captured:
         wanted = [*after, torch.tensor(rehearsal.values(), dtype=torch.float64)]
         try:
             copy_into(places, before)
-            graph.script.rehearsed(rehearsal)
+            graph.script.rehearsed(rehearsal, places)
             got = [*places, torch.tensor(graph.script.last_values(), dtype=torch.float64)]
             exact = all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
             starts = [*before, torch.zeros_like(wanted[-1])]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from nhgd.algorithm import AbstractAlgorithm, Loop
+from nhgd.data.batch import common_length
 from nhgd.execution import Inline
-from nhgd.inverse import CG, EKFAC, KFAC, AbstractInverse, FisherDiagonal, Identity, Refined
+from nhgd.inverse import CG, EKFAC, KFAC, AbstractInverse, FisherDiagonal, FisherWindow, Identity, Refined
 from nhgd.inverse.capabilities import label
 
-REPEATABLE = (Identity, CG, EKFAC, KFAC, FisherDiagonal)
+REPEATABLE = (Identity, CG, EKFAC, KFAC, FisherDiagonal, FisherWindow)
 
 
 def refusal(algorithm: AbstractAlgorithm, loop: Loop) -> str | None:
@@ -23,6 +24,8 @@ def refusal(algorithm: AbstractAlgorithm, loop: Loop) -> str | None:
     learner = None if loop.inverse is None else loop.inverse.learner
     if isinstance(learner, (KFAC, EKFAC)) and (learner.offload or learner.basis_dtype is not None):
         return f"{label(learner)} keeps its factors elsewhere, or in other digits, between its uses"
+    if isinstance(learner, FisherWindow) and not _fills(loop, learner):
+        return "the window holds samples of several batches, of which the host keeps account"
     if loop.inverse is not None and not _is_repeatable(loop.inverse):
         return f"the work of {label(loop.inverse)} depends on values it computes"
     if not isinstance(loop.executor, Inline) or loop.division.workers > 1:
@@ -36,11 +39,20 @@ def refusal(algorithm: AbstractAlgorithm, loop: Loop) -> str | None:
     for name, rule in (("project", loop.settings.project), ("project_v", loop.settings.project_v)):
         if callable(rule):
             return f"{name} is a function, which may read values on the host"
-    for part in (loop.theta, loop.v, loop.inner, loop.outer):
+    moved = (loop.theta, loop.v) if algorithm.uses_inner_optimizer else (loop.v,)
+    for part in (*moved, loop.inner, loop.outer):
         why = part.refusal()
         if why is not None:
             return why
     return None
+
+
+def _fills(loop: Loop, window: FisherWindow) -> bool:
+    """Whether every record takes the whole window."""
+    if window.records == "batch" or not loop.inner.is_constant:
+        return False
+    samples = common_length(loop.inner.constant)
+    return samples is not None and samples >= window.length
 
 
 def _is_repeatable(inverse: AbstractInverse) -> bool:

@@ -41,7 +41,7 @@ class Rehearsal(Tape):
         self.batches: list[tuple[BatchSource, Any]] = []
         self.early: list[
             tuple[int, BatchSource]
-        ] = []  # batches drawn before any eager section, by the number of their index
+        ] = []  # batches drawn before the end of the first segment, by the number of their index
         self._uploaded: dict[int, tuple[Number, Tensor]] = {}
         self._standing = state_bytes(device)
 
@@ -83,7 +83,7 @@ class Rehearsal(Tape):
 
     @override
     def batch(self, stream: BatchSource) -> Any:
-        if "eager" not in self.kinds:
+        if "eager" not in self.kinds and "decided" not in self.kinds:
             self.early.append((len(self.indices), stream))
         batch = stream.gathered(self.index(stream.drawing()))
         self.batches.append((stream, batch))
@@ -115,6 +115,19 @@ class Rehearsal(Tape):
         self.kinds.append("eager")
         result = self._made(work)
         self.results.append(map_tensors(lambda t: t, result))  # in new containers: a state may hold the original ones
+        return result
+
+    @override
+    def decided(
+        self,
+        numbers: Tensor,
+        expected: Tensor,
+        accepts: Callable[[list[float]], bool],
+        otherwise: Callable[[], Tensor],
+    ) -> Tensor:
+        self.kinds.append("decided")
+        result = self._made(lambda: expected if accepts(numbers.tolist()) else otherwise())
+        self.results.append(result)
         return result
 
     @override

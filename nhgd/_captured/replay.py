@@ -33,6 +33,7 @@ class Replay:
         self.static = static
         self.refusals: list[str] = []
         self._progress = progress
+        self._states: list[Tensor] = []  # everything a step changes
         self._starts: list[list[Tensor]] = []  # theta and v before each of the steps that are pending
         self._last_read = 0.0  # by the clock
         self._seconds_per_step = RESPONSE_SECONDS / 2
@@ -54,7 +55,8 @@ class Replay:
             self._starts.append([t.clone() for t in static.point()])
         torch._foreach_copy_(self._starts[row], static.point())
         calls, grown = dict(vars(loop.calls)), self._grown(graph)
-        host_values = graph.script.play(row)
+        self._states = self._states or static.tensors()
+        host_values = graph.script.play(row, self._states)
         graph.since += 1
         vars(loop.calls).update({name: calls[name] + more for name, more in grown.items()})
         static.count(graph.counters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from nhgd._captured.comparison import copy_into
+from nhgd._captured.decision import Decision
 from nhgd._captured.graph import AbstractCapture
 from nhgd._captured.rehearsal import Rehearsal
 from nhgd._tape import BatchSource, Deferred, HostValue, NotRepeatable, Number, Overlap, Reading, Tape
@@ -92,6 +94,9 @@ class Script(Tape):
         self._readings: list[Tensor] = []
         self._given: list[list[Tensor]] = []  # results of eager sections
         self._ends: list[Callable[[], None]] = []
+        self._decision: Decision | None = None  # the last, if nothing after it needs its result on the host
+        self._late: list[Callable[[int], None]] = []  # host values after it
+        self._states: Sequence[Tensor] = ()  # of the run
         self._host_value_count = self._index_count = 0
         self._early: dict[int, tuple[Any, Overlap]] = {}
         self._kept = 0  # bytes
@@ -235,6 +240,7 @@ class Script(Tape):
     def eager(self, work: Callable[[], T]) -> T:
         """Close the segment, and open another after the work."""
         self._expect("eager")
+        self._wait_for_decision()
         self._close()
         result: T = map_tensors(torch.clone, next(self._results))
         held = tensors(result)
@@ -249,6 +255,36 @@ class Script(Tape):
         return result
 
     @override
+    def decided(
+        self,
+        numbers: Tensor,
+        expected: Tensor,
+        accepts: Callable[[list[float]], bool],
+        otherwise: Callable[[], Tensor],
+    ) -> Tensor:
+        """Close the segment, and open another, which is launched before the numbers arrive if nothing forbids it."""
+        self._expect("decided")
+        self._wait_for_decision()
+        self._close()
+        place: Tensor = next(self._results).clone()
+        self._given.append([place])
+        made = Decision(numbers, expected, place, accepts, otherwise, len(self.segments))
+        if self._capture.overlaps:
+            self._decision = made
+        else:
+            made.waits = True
+        self.lines.append(lambda row: made.begin(self._states))
+        self._capture.open()
+        return place
+
+    def _wait_for_decision(self) -> None:
+        """What follows may need the result of the last decision."""
+        if self._decision is not None:
+            self._decision.waits = True
+            self.lines += self._late
+            self._decision, self._late = None, []
+
+    @override
     def reading(self, tensor: Tensor) -> Reading:
         self._readings.append(tensor.detach())
         return Reading(len(self._readings) - 1)
@@ -261,9 +297,14 @@ class Script(Tape):
     @override
     def host_value(self, make: Callable[[], Any]) -> HostValue:
         self._expect("host_value")
+        place = self._host_value_count
         self._host_value_count += 1
-        self.lines.append(lambda row: self._host_values.append(make()))
-        return HostValue(self._host_value_count - 1)
+
+        def line(row: int) -> None:
+            self._host_values[place] = make()
+
+        (self.lines if self._decision is None else self._late).append(line)
+        return HostValue(place)
 
     # -- replay
     # ---------------------------------------------------------------------------------------------------------------
@@ -272,14 +313,30 @@ class Script(Tape):
         """Whether the host did in a rehearsal what it does here."""
         return rehearsal.work() == self._work
 
-    def rehearsed(self, rehearsal: Rehearsal) -> None:
-        """Run the captured work with the host numbers and eager results of a rehearsal."""
+    def rehearsed(self, rehearsal: Rehearsal, states: Sequence[Tensor]) -> None:
+        """Run the captured work with the host numbers and eager results of a rehearsal.
+
+        states: everything that a step changes. Where what follows the last decision changes more, it is not launched
+        before the decision is known.
+        """
         for places, result in zip(self._given, rehearsal.results, strict=True):
             for place, found in zip(places, tensors(result), strict=True):
                 place.copy_(found)
         self._take_over(rehearsal)
-        for play in self.segments:
-            play(0)
+        start = [t.clone() for t in states]
+        first = len(self.segments) if self._decision is None else self._decision.first
+        self._play(slice(0, first))
+        if self._decision is None:
+            return
+        if not self._decision.is_repeatable(lambda: self._play(slice(first, None)), states):
+            self._wait_for_decision()
+            copy_into(list(states), start)
+            self._play(slice(0, None))
+
+    def _play(self, some: slice, row: int = 0) -> None:
+        """Launch some of the segments."""
+        for play in self.segments[some]:
+            play(row)
 
     def _take_over(self, rehearsal: Rehearsal) -> None:
         for place, value in enumerate(rehearsal.uploads):
@@ -289,13 +346,20 @@ class Script(Tape):
             self.arena.put_index(0, slice(start, start + indices.numel()), indices)
             start += indices.numel()
 
-    def play(self, row: int) -> list[Any]:
-        """Launch a whole step; returns what its host computed. Its readings are on their way into a row."""
-        self._host_values = []
+    def play(self, row: int, states: Sequence[Tensor]) -> list[Any]:
+        """Launch a whole step; returns what its host computed. Its readings are on their way into a row.
+
+        states: everything that a step changes.
+        """
+        self._host_values, self._states = [None] * self._host_value_count, states
         for line in self.lines:
             line(row)
+        if self._decision is not None and not self._decision.stands(states):
+            self._play(slice(self._decision.first, None), row)
         assert self._values is not None
         self._rows[row].copy_(self._values, non_blocking=True)
+        for line in self._late:
+            line(row)
         for end in self._ends:
             end()
         return self._host_values

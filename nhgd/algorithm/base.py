@@ -27,6 +27,11 @@ class AbstractAlgorithm(Validated, ABC):
         """Why its outer steps cannot be captured, as a clause; None if they can."""
         return f"{self.name} reads values during its steps"
 
+    @property
+    def uses_inner_optimizer(self) -> bool:
+        """Whether theta moves by steps of the inner optimiser, rather than of the method's own."""
+        return True
+
     def prepared(self, problem: Bilevel) -> AbstractAlgorithm:
         """The same algorithm with every choice made that depends on the problem."""
         return self

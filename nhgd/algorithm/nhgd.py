@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
-from typing import ClassVar, Literal, NamedTuple, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from nhgd.algorithm.base import AbstractAlgorithm
 from nhgd.errors import InputError
 from nhgd.inverse import AbstractInverse, FisherDense, FisherWindow, Learned
 from nhgd.inverse._learned.automatic import completed
-from nhgd.inverse.capabilities import follows_horizon
+from nhgd.inverse.capabilities import follows_horizon, preconditioner
 from nhgd.loop.calibration import calibrate
 from nhgd.loop.horizon import Horizon
 from nhgd.loop.hypergradient import hypergradient
@@ -44,6 +45,20 @@ class Visit(NamedTuple):
 
     theta: Tensor
     objective: Objective
+
+
+class Ahead:
+    """A factorisation that is begun before it is needed."""
+
+    def factorise(self, inverse: AbstractInverse, curvature: Any, at: Oracle) -> None:
+        """Begin it, beside what follows."""
+        with tape.overlapped() as self._work:
+            self._solver = preconditioner(inverse, curvature, at)
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """x for the right-hand side u."""
+        self._work.join()
+        return self._solver(u)
 
 
 @dataclass
@@ -177,11 +192,18 @@ class NHGD(AbstractAlgorithm):
     @property
     @override
     def not_repeatable(self) -> str | None:
-        if self.inner == "natural":
-            return "natural steps read the loss after each step"
-        if self.cross == "trajectory" or self.curvature == "fresh" or self.observe == "end":
-            return "only cross='lagged' and 'final', carried curvature and observe='all' are captured"
+        if self.inner == "natural" and not isinstance(
+            None if self.inverse is None else self.inverse.learner, FisherWindow
+        ):
+            return "natural steps by another inverse than the window read its damping on the host"
+        if self.cross == "trajectory" or self.curvature == "fresh":
+            return "only cross='lagged' and 'final' and carried curvature are captured"
         return None
+
+    @property
+    @override
+    def uses_inner_optimizer(self) -> bool:
+        return self.inner != "natural"
 
     @override
     def init(self, loop: Loop) -> NHGDState:
@@ -214,13 +236,15 @@ class NHGD(AbstractAlgorithm):
         )
         crossing = self._crossing(loop, steps)
         halves, losses = list[Tensor](), list[Tensor]()
+        ahead = Ahead() if self._factorises_ahead else None
         # Copies of a large theta would cost more than they tell.
         looks_ahead = state.horizon is not None and self.warm_start and loop.problem.theta.numel <= LARGE
         half = steps // 2 if looks_ahead else 0
         for t in range(steps):
             if half and t in (steps - 2 * half, steps - half):
                 halves.append(loop.problem.theta.flat())
-            losses.append(self._inner(loop, state, visits, lagged if t in crossing else None))
+            beside = None if ahead is None or t < steps - 1 else partial(ahead.factorise, inverse)
+            losses.append(self._inner(loop, state, visits, lagged if t in crossing else None, beside))
         recognition = self._recognised(loop, state.recognition)
         way = self._way(loop, recognition)
         # If neither the cross derivative nor the solve needs a batch, the last one serves for diagnosis.
@@ -243,12 +267,14 @@ class NHGD(AbstractAlgorithm):
         own = way != "final" or (plain and isinstance(inverse, Learned))
         count = 1 if state.horizon is None else outer_batches(loop, state.horizon, steps, way)
         found, lag, noted = hypergradient(
-            loop, batches, state.adjoint, cross if own else None, state.horizon, halves, count
+            loop, batches, state.adjoint, cross if own else None, state.horizon, halves, count, ahead
         )
         norm = loop.move_v(found.leaves)
         notes = {"inverse": inverse.name} | noted
         if state.marquardt is not None:
-            notes |= {"damping": state.marquardt.damping, "taken_back": state.marquardt.taken_back}
+            marquardt = state.marquardt
+            notes["damping"] = tape.host_value(lambda: marquardt.damping)
+            notes["taken_back"] = tape.host_value(lambda: marquardt.taken_back)
         info = StepInfo(found.value, tape.reading(torch.stack(losses).mean()), norm, lag, notes)
         loop.remarks["cross"] = {"way": way} | ({} if recognition is None else vars(recognition))
         return replace(state, adjoint=found.adjoint, recognition=recognition), info
@@ -294,7 +320,22 @@ class NHGD(AbstractAlgorithm):
             )
         return found
 
-    def _inner(self, loop: Loop, state: NHGDState, visits: list[Visit], lagged: LaggedCross | None) -> Tensor:
+    @property
+    def _factorises_ahead(self) -> bool:
+        """Whether what a hypergradient solves with is known before the last natural step is taken, so that a device
+        factorises both matrices at the same time.
+        """
+        natural = self.inner == "natural" and self.observe == "all"
+        return natural and isinstance(self.inverse, FisherWindow) and tape.tape() is not None
+
+    def _inner(
+        self,
+        loop: Loop,
+        state: NHGDState,
+        visits: list[Visit],
+        lagged: LaggedCross | None,
+        beside: Callable[[Any, Oracle], None] | None,
+    ) -> Tensor:
         if self.cross == "trajectory":
             objective = loop.objective(loop.inner_batch(), loop.seed())
             visits.append(Visit(loop.problem.theta.flat(), objective))
@@ -303,7 +344,8 @@ class NHGD(AbstractAlgorithm):
         if state.marquardt is not None:
             # Where the last inner loop ended, this one begins, so its curvature serves the first step.
             known = self.observe == "end" and loop.clock.t == 0 and loop.clock.k > 0 and self.curvature == "carried"
-            return state.marquardt.step(loop, objective, record=not (known and self.warm_start), cross=lagged)
+            record = not (known and self.warm_start)
+            return state.marquardt.step(loop, objective, record, lagged, beside)
         return loop.inner_step(objective, record=self.observe == "all", cross=lagged)
 
 

@@ -75,6 +75,7 @@ def implicit(
     outer: OuterGradient | None = None,
     solve_warnings: SolveWarnings | None = None,
     adjust: Callable[[Tensor, Callable[[Tensor], Tensor] | None], Tensor] | None = None,
+    solver: Callable[[Tensor], Tensor] | None = None,
 ) -> Hypergradient:
     """grad Phi(v) = grad_v f - (d2_{theta,v} l)^T x with x = H^{-1} grad_theta f.
 
@@ -85,9 +86,13 @@ def implicit(
         outer: the outer gradient, if already known.
         solve_warnings: those of the run; without a run, a poor solve causes a warning at once.
         adjust: a correction of x before it is used; also given what solves for another u, if the inverse has it ready.
+        solver: u -> x by that inverse, if it was factorised before.
     """
     outer = at.outer() if outer is None else outer
-    x, stats = inverse.apply(state, outer.theta, at, start)
+    if solver is None:
+        x, stats = inverse.apply(state, outer.theta, at, start)
+    else:
+        x, stats = solver(outer.theta), SolveStats(None, hvps=0, converged=True, again=solver)
     x = x if adjust is None else adjust(x, stats.again)
     stats = replace(stats, again=None)  # whose factors would be held for as long as the statistics
     # A number is asked for only once all work is under way: until then a device need not be waited for.

@@ -364,7 +364,7 @@ class FisherDense(Learned[DenseState]):
             notes["damping"] = damping = resolve_damping(self.damping, ridge, state.curvature)
             shift = ridge.diagonal(len(matrix), matrix.dtype, matrix.device) + damping
             if state.count == 0:
-                refuse_singular("FisherDense", shift, observed=False)
+                refuse_singular("FisherDense", bool((shift > 0).all()), observed=False)
             shifted = matrix.clone()
             shifted.diagonal().add_(shift)
             factor, info = torch.linalg.cholesky_ex(shifted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from math import isfinite
 from typing import Any, ClassVar, Literal, final
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from nhgd import _tape as tape
 from nhgd._recording.accounting import held
 from nhgd._validation import positive
 from nhgd.errors import InputError, NonFiniteError
@@ -166,13 +167,20 @@ class FisherWindow(Periodic[WindowState]):
         for stored, tensor in pairs(state, news):
             for places, samples in new:
                 stored[places] = tensor[-kept:][samples]
+        # A captured step repeats what the device did, not the number that the host knew then.
+        stamp = state.observed if tape.tape() is None else state.stamps[state.position - 1] + 1
         for places, _ in new:
-            state.stamps[places] = state.observed
+            state.stamps[places] = stamp
             state.shares[places] = 1 / kept
         filled = min(self.length, state.filled + kept)
         position = (state.position + kept) % self.length
         old = list(self._runs(position if filled == self.length else 0, filled - kept))
         gram = state.gram.view(self.length, news.roots, self.length, news.roots)
+        if kept == filled and pool_of(record) is None:  # half of the products tell the others
+            gram[:filled, :, :filled] = reduce(
+                Tensor.add_, (block.take(slice(0, filled)).own_gram() for block in state.blocks())
+            )
+            return replace(state, observed=state.observed + 1, position=position, filled=filled)
         for places, found in self._products(state, [places for places, _ in new], filled, news.roots, pool_of(record)):
             gram[places, :, :filled] = found
             for others, _ in old:
@@ -242,17 +250,16 @@ class FisherWindow(Periodic[WindowState]):
             biases=dict(news.biases),
         )
 
-    def _coefficients(self, state: WindowState) -> Tensor:
-        """c for every row, (n K,)."""
-        assert state.gram is not None
+    def _coefficients(self, state: WindowState) -> float | Tensor:
+        """c: one number if all rows have the same, else (n K,)."""
+        if self.weights == "average" or state.gram is None:
+            return 1 / max(1, state.filled)
         assert state.stamps is not None
         assert state.shares is not None
-        if self.weights == "average":
-            weights = torch.full_like(state.shares[: state.filled], 1 / state.filled)
-        else:
-            ages = (state.observed - 1 - state.stamps[: state.filled]).double()
-            weights = self.beta**ages * state.shares[: state.filled]
-            weights = weights / weights.sum()
+        stamps = state.stamps[: state.filled]
+        ages = (stamps.amax() - stamps).double()
+        weights = self.beta**ages * state.shares[: state.filled]
+        weights = weights / weights.sum()
         return weights.repeat_interleave(len(state.gram) // self.length)
 
     @override
@@ -266,56 +273,55 @@ class FisherWindow(Periodic[WindowState]):
         return self._factorised(state, ridge)[0]
 
     def _factorised(self, state: WindowState, ridge: Ridge) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
-        """u -> x, and the notes of the solve."""
+        """u -> x, and the notes of the solve. The checks of a captured step are made when their numbers arrive."""
         size = sum(state.sizes.values())
-        shift = ridge.diagonal(size, torch.float64, None if state.gram is None else state.gram.device)
-        coefficients = shift[:0] if state.gram is None else self._coefficients(state)
-        count = len(coefficients)
-        gram = shift.new_zeros(0, 0) if state.gram is None else state.gram[:count, :count]
-        trace = float(gram.diagonal().dot(coefficients))
-        if not isfinite(trace):
-            raise NonFiniteError(
-                "FisherWindow: a gradient in the window contains nan or inf. Lower inner_lr, or check the inner losses."
-            )
-        damping = resolve_damping(self.damping, ridge, trace / size)
-        shift = shift + damping
-        refuse_singular("FisherWindow", shift, observed=count > 0)
-        blocks = [block.take(slice(0, state.filled)) for block in state.blocks()]
-        low, high = torch.aminmax(shift)
-        if bool(low == high):
-            system = gram / high
+        gram = torch.zeros(0, 0, dtype=torch.float64)
+        if state.gram is not None:
+            count = state.filled * len(state.gram) // self.length
+            gram = state.gram[:count, :count]
+        coefficients = self._coefficients(state)
+        trace = (gram.diagonal() * coefficients).sum()
+        tape.defer(_refuse_trace, tape.reading(trace))
+        damping = resolve_damping(self.damping, ridge, lambda: trace / size)
+        device = None if state.gram is None else gram.device
+        shift = ridge.diagonal(1 if ridge.is_uniform else size, torch.float64, device) + damping
+        observed = state.gram is not None
+        tape.defer(partial(refuse_singular, "FisherWindow", observed=observed), tape.reading(shift.amin() > 0))
+        uniform = ridge.is_uniform or (tape.tape() is None and bool((shift == shift[0]).all()))
+        blocks = [block.take(slice(0, state.filled)).for_solve() for block in state.blocks()]
+        if uniform:
+            system = gram * (coefficients / shift[0]) if isinstance(coefficients, float) else gram / shift[0]
         else:
             system = torch.zeros_like(gram)
             for block in blocks:
-                system += block.gram(block, 1 / shift).view(count, count)
-        root = coefficients.sqrt()
-        system.mul_(root[:, None]).mul_(root)
+                system += block.gram(block, 1 / shift).view(len(gram), len(gram))
+            if isinstance(coefficients, float):
+                system.mul_(coefficients)
+        root: float | Tensor = 1.0
+        if isinstance(coefficients, Tensor):
+            root = coefficients.sqrt()
+            system.mul_(root[:, None]).mul_(root)
         system.diagonal().add_(1.0)
         factor, info = torch.linalg.cholesky_ex(system)
-        if int(info) != 0:
-            raise InputError(
-                "FisherWindow: the ridge and the damping are lost in rounding against F. Pass a larger damping, or"
-                " give the problem a larger l2."
-            )
+        tape.defer(_refuse_rounding, tape.reading(info))
 
         def apply(u: Tensor) -> Tensor:
-            x = u.to(shift) / shift
+            x = u.double() / shift
             if blocks:
-                pushed = torch.stack([block.times(x) for block in blocks]).sum(0)  # (n, K)
-                y = torch.cholesky_solve((root * pushed.flatten())[:, None], factor)[:, 0]
+                pushed = reduce(Tensor.add, (block.times(x) for block in blocks))  # (n, K)
+                right = pushed.flatten() if isinstance(root, float) else root * pushed.flatten()
+                y = torch.cholesky_solve(right[:, None], factor)[:, 0]
+                y = coefficients * y if isinstance(coefficients, float) else root * y
                 back = torch.zeros_like(x)
                 for block in blocks:
-                    block.add_adjoint((root * y).view_as(pushed), back)
-                x -= back / shift
+                    block.add_adjoint(y.view_as(pushed), back)
+                x.addcdiv_(back, shift, value=-1)
             x = x.to(u)
-            if not bool(torch.isfinite(x).all()):
-                raise NonFiniteError(
-                    "FisherWindow: the solution contains nan or inf. Check the right-hand side, and raise the"
-                    " damping or the l2."
-                )
+            tape.defer(_refuse_solution, tape.reading(x.abs().amax()))
             return x
 
-        return apply, {"damping": damping, "samples": state.filled, "rows": count}
+        notes = {"damping": tape.reading(damping) if isinstance(damping, Tensor) else damping}
+        return apply, notes | {"samples": state.filled, "rows": len(gram)}
 
     @override
     def memory(self, theta: Variable) -> int:
@@ -347,6 +353,29 @@ class FisherWindow(Periodic[WindowState]):
         if rows <= MANY_ROWS or self.allow_large:
             return []
         return [f"{rows} rows are refused without allow_large=True"]
+
+
+def _refuse_trace(trace: float) -> None:
+    if not isfinite(trace):
+        raise NonFiniteError(
+            "FisherWindow: a gradient in the window contains nan or inf. Lower inner_lr, or check the inner losses."
+        )
+
+
+def _refuse_rounding(info: float) -> None:
+    if info != 0:
+        raise InputError(
+            "FisherWindow: the ridge and the damping are lost in rounding against F. Pass a larger damping, or"
+            " give the problem a larger l2."
+        )
+
+
+def _refuse_solution(largest: float) -> None:
+    if not isfinite(largest):
+        raise NonFiniteError(
+            "FisherWindow: the solution contains nan or inf. Check the right-hand side, and raise the"
+            " damping or the l2."
+        )
 
 
 def _linear(theta: Variable) -> list[nn.Linear]:

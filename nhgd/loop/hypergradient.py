@@ -46,6 +46,7 @@ def hypergradient(
     horizon: Horizon | None = None,
     halves: Sequence[Tensor] = (),
     outer_batches: int = 1,
+    solver: Callable[[Tensor], Tensor] | None = None,
 ) -> OuterGradient:
     """The hypergradient at the end of the inner loop, on these inner batches and the next outer ones.
 
@@ -59,6 +60,7 @@ def hypergradient(
             taken.
         halves: theta at the start and in the middle of the inner loop, for the horizon; nothing is taken ahead without.
         outer_batches: over how many outer batches the gradients of the outer loss are averaged.
+        solver: u -> x by the curvature at hand, if it was factorised before.
     """
     executor = loop.executor
     alone = executor.background is False and loop.division.workers == 1 and tape.tape() is None
@@ -108,9 +110,11 @@ def hypergradient(
             extra["significant"] = tape.reading(torch.where(size > 0, dot(u, u) / size, 1.0).sqrt())
         adjust = None
         if horizon is not None and inverse.learner is inverse:
-            solver = partial(preconditioner, inverse, curvature, at)
-            adjust = partial(_adjusted, loop, horizon, at if along is None else _own(at), outer.theta, solver, extra)
-        found = implicit(at, inverse, curvature, start, along, outer, loop.solve_warnings, adjust)
+            factorised = partial(preconditioner, inverse, curvature, at)
+            adjust = partial(
+                _adjusted, loop, horizon, at if along is None else _own(at), outer.theta, factorised, extra
+            )
+        found = implicit(at, inverse, curvature, start, along, outer, loop.solve_warnings, adjust, solver)
         notes = {
             "residual": tape.defer(lambda stats: stats.residual, found.stats),
             "poor_solve": tape.defer(lambda stats: stats.trouble is not None, found.stats),

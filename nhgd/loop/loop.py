@@ -229,7 +229,8 @@ class Loop:
 
     def seed(self) -> int:
         """A fresh seed for a pass that will be replayed."""
-        return int(tape.number(lambda: int(torch.randint(2**31 - 1, ()))))
+        found = tape.number(lambda: int(torch.randint(2**31 - 1, ())))
+        return found if isinstance(found, tape.Number) else int(found)  # type: ignore[return-value]  # a whole number
 
     def objective(self, batch: Batch, seed: int | None = None) -> Objective:
         """The inner objective on a batch. Using it again, here or at another point, repeats its dropout.

@@ -15,10 +15,11 @@ from nhgd.ridge import Ridge
 
 Damping: TypeAlias = float | Literal["auto"] | None
 L = TypeVar("L", bound=Learned[Any])
+M = TypeVar("M", float, Tensor)
 SHARE = 1e-3  # of the mean diagonal of F, where there is no ridge
 
 
-def resolve_damping(damping: Damping, ridge: Ridge, mean_diagonal: float | Callable[[], float]) -> float:
+def resolve_damping(damping: Damping, ridge: Ridge, mean_diagonal: M | Callable[[], M]) -> float | M:
     """The damping that is used: the one given; else none under a positive ridge and a little without one.
 
     Args:
@@ -44,9 +45,9 @@ def check_damping(owner: str, damping: Damping) -> None:
         not_negative(owner, damping=damping)
 
 
-def refuse_singular(owner: str, shift: Tensor, observed: bool) -> None:
-    """Refuse a diagonal, ridge plus damping, that is zero for some parameter."""
-    if bool((shift > 0).all()):
+def refuse_singular(owner: str, positive: float, observed: bool) -> None:
+    """Refuse a diagonal, ridge plus damping, that is not `positive` for every parameter."""
+    if positive:
         return
     why = (
         "the ridge and the damping are both 0 for some parameters" if observed else "it has observed no inner step yet"

@@ -21,6 +21,8 @@ from typing_extensions import override
 
 PIECE = 2**23  # float64 numbers in one temporary array: 64 MiB
 
+STRIP = 512  # rows of a symmetric product that are computed together, up to the diagonal
+
 B = TypeVar("B", bound="AbstractBlock")
 
 
@@ -42,6 +44,14 @@ class AbstractBlock(ABC):
     @abstractmethod
     def gram(self: B, other: B, metric: Tensor | None = None) -> Tensor:
         """R diag(metric) R_other^T, (n, K, m, K). The metric, (D,), is of all parameters; None means 1."""
+
+    def own_gram(self) -> Tensor:
+        """R R^T, (n, K, n, K)."""
+        return self.gram(self)
+
+    def for_solve(self: B) -> B:
+        """The same in the form that is best multiplied several times."""
+        return self
 
     @abstractmethod
     def times(self, vector: Tensor) -> Tensor:
@@ -81,6 +91,21 @@ class Rows(AbstractBlock):
                 left = left * metric[there]
             total.addmm_(left, other.rows[:, :, here].flatten(0, 1).double().T)
         return total.reshape(n, k, m, k)
+
+    @override
+    def own_gram(self) -> Tensor:
+        """What lies above its diagonal, but for blocks on it, is copied from below."""
+        n, k, _ = self.rows.shape
+        size = n * k
+        strips = [slice(first, min(first + STRIP, size)) for first in range(0, size, STRIP)]
+        total = torch.zeros(size, size, dtype=torch.float64, device=self.rows.device)
+        for here, _ in self._columns(n):
+            part = self.rows[:, :, here].flatten(0, 1).double()
+            for strip in strips:
+                total[strip, : strip.stop].addmm_(part[strip], part[: strip.stop].T)
+        for strip in strips:
+            total[: strip.start, strip] = total[strip, : strip.start].T
+        return total.reshape(n, k, n, k)
 
     @override
     def times(self, vector: Tensor) -> Tensor:
@@ -146,6 +171,18 @@ class Factors(AbstractBlock):
             alone = places == other_places == groups == 1
             total[:, :, piece] = both.reshape(n, k, -1, k) if alone else both.sum(dim=(0, 3, 6))
         return total
+
+    @override
+    def own_gram(self) -> Tensor:
+        once = self.for_solve()
+        return once.gram(once)
+
+    @override
+    def for_solve(self) -> Factors:
+        """In float64, if that is little memory."""
+        if self.inputs.numel() + self.scores.numel() > PIECE:
+            return self
+        return Factors(self.weight, self.bias, self.inputs.double(), self.scores.double())
 
     def _explicit_gram(self, other: Factors, metric: Tensor) -> Tensor:
         """A metric that differs between outputs does not split into factors: form the rows, some outputs at a time."""
