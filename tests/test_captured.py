@@ -159,6 +159,8 @@ def test_they_are_those_of_a_run_without_them(recorded, name):
 def test_running_means_may_be_read_later(recorded, monkeypatch, tmp_path, plain_first, name):
     """As on a GPU, where they are heeded two steps later, however far the host is ahead."""
     pytest.importorskip("safetensors")
+    # Else u shrinks to nothing, and with it the means.
+    monkeypatch.setattr("nhgd.loop.hypergradient.half_of", lambda *arguments: None)
     early = run(METHODS[name], steps=40)
     monkeypatch.setattr("nhgd.loop.horizon.Horizon.lags", True)
     found = run(METHODS[name], steps=40)
@@ -170,6 +172,17 @@ def test_running_means_may_be_read_later(recorded, monkeypatch, tmp_path, plain_
     plain_first()
     assert_same(found, run(METHODS[name], steps=40), exact=True)
     assert not torch.equal(found.v, early.v)
+
+
+@pytest.mark.filterwarnings("ignore::nhgd.InverseWarning", "ignore::nhgd._stagnation.StagnationWarning")
+def test_outer_batches_are_averaged_for_a_while(recorded, monkeypatch):
+    monkeypatch.setattr("nhgd.loop.horizon.ARRIVES", -1.0)  # then no longer, once it is not too early to say
+    settings = {"steps": 30, "outer_batch": 5, "inner_steps": 10}
+    found = run(METHODS["kfac, final"], **settings)
+    assert_repeated(found, least=18)
+    plain = run(METHODS["kfac, final"], compile=False, **settings)
+    assert_same(found, plain)
+    assert [row["outer_gradients"] for row in plain.history[3:7]] == [8, 10, 11, 12]
 
 
 @pytest.mark.filterwarnings("ignore::nhgd.InverseWarning", "ignore::nhgd._stagnation.StagnationWarning")

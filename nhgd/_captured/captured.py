@@ -84,7 +84,7 @@ class Captured:
         self._suspended = True
         self._next: CapturedStep | None = None  # that `ready` found
         self._met: dict[Hashable, int] = {}
-        self._size: StepSize | None = None  # of the last eager step
+        self._sizes: dict[bool, StepSize] = {}  # by whether several outer batches are averaged, of the last eager steps
         self._loop: Loop | None = None
 
     # -- report
@@ -167,10 +167,10 @@ class Captured:
         with tape.taping(None, repeatable=True):
             if self._eager_steps < WARM_UP_STEPS:
                 self._eager_steps += 1
-                before = StepSize.since_start(progress.loop)
+                averages, before = _averages(progress), StepSize.since_start(progress.loop)
                 with RandomDraws(progress.loop.problem) as draws:
                     info = _eager(algorithm, progress)
-                self._size = StepSize.since_start(progress.loop).minus(before)
+                self._sizes[averages] = StepSize.since_start(progress.loop).minus(before)
                 if draws.seen is not None:
                     self.give_up(draws.seen)
                 return info
@@ -178,7 +178,7 @@ class Captured:
 
     def ready(self, progress: Progress) -> bool:
         """Whether the next step can be replayed."""
-        if not self.active or self._eager_steps < WARM_UP_STEPS or self._size is None:
+        if not self.active or self._eager_steps < WARM_UP_STEPS or not self._sizes:
             return False
         self._resume(progress)
         self._next = graph = self._graphs.get(self._signature(progress))
@@ -250,15 +250,14 @@ class Captured:
     def _signature(self, progress: Progress) -> Hashable:
         """What decides which work the next step does, numbers aside."""
         loop = progress.loop
-        clock, size = loop.clock, self._size
-        assert size is not None
+        clock, size = loop.clock, self._sizes.get(_averages(progress), next(iter(self._sizes.values())))
         learner = None if loop.inverse is None else loop.inverse.learner
         learnt: Hashable = None
         if isinstance(learner, Periodic):
             learnt = learner.signature(clock.total, size.steps, loop.executor.keep().observed)
-        horizon = getattr(progress.state, "horizon", None) if follows_horizon(loop.inverse) else None
+        horizon = _horizon(progress)
         measured = None
-        if isinstance(horizon, Horizon):
+        if horizon is not None:
             measured = horizon.signature(clock.k, size.steps, loop.records(clock.total, size.steps))
         sizes = size.inner if loop.inner.pads else loop.inner.sizes(size.inner)
         return sizes, loop.outer.sizes(size.outer), learnt, measured
@@ -273,7 +272,7 @@ class Captured:
         before = [t.clone() for t in static.tensors()]
         calls = dict(vars(loop.calls))
         sizes = loop.inner.sizes(4 * loop.settings.inner_steps + 16)
-        assert self._size is not None
+        averages = _averages(progress)
         key, begun = self._signature(progress), StepSize.since_start(loop)
         rehearsal = Rehearsal(loop.problem.theta.device)
         try:
@@ -302,8 +301,8 @@ class Captured:
                 self.give_up("the states of the method keep changing their form")
             return found
         size = StepSize.since_start(loop).minus(begun)
-        if size != self._size:
-            self._size = size
+        if size != self._sizes.get(averages):
+            self._sizes[averages] = size
             if size.inner > len(sizes) > 0:
                 self.give_up("a step draws too many batches")
             return found
@@ -402,6 +401,17 @@ def _distance(here: Sequence[Tensor], there: Sequence[Tensor]) -> Tensor:
         torch.linalg.vector_norm(a - b, dtype=torch.float64) for a, b in zip(here, there, strict=True)
     ]
     return lengths[0] if len(lengths) == 1 else torch.stack(lengths).norm()
+
+
+def _horizon(progress: Progress) -> Horizon | None:
+    found = getattr(progress.state, "horizon", None) if follows_horizon(progress.loop.inverse) else None
+    return found if isinstance(found, Horizon) else None
+
+
+def _averages(progress: Progress) -> bool:
+    """Whether the next step may average outer batches: the one change of how many batches a step draws."""
+    horizon = _horizon(progress)
+    return horizon is not None and horizon.averages
 
 
 def _taped(algorithm: AbstractAlgorithm, progress: Progress, noting: tape.Tape) -> StepInfo:

@@ -434,7 +434,7 @@ class Horizon:
 
     def signature(self, step: int, inner_steps: int, recorded: Callable[[int], bool]) -> tuple[Any, ...]:
         """What decides which work an outer step does here, numbers aside."""
-        known = self.correction is None, self.adjoint is None, self.error is None, self.plain, self.averages
+        known = self.correction is None, self.adjoint is None, self.error is None, self.plain
         return (self.due(step, inner_steps, recorded) and self._further, *known)
 
     def warning_for(self, loss: float) -> str | None:
