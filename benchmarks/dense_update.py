@@ -34,8 +34,8 @@ def milliseconds(work: Callable[[], Any], device: torch.device, times: int) -> f
     found: list[float] = []
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if device.type == "cuda" else (None, None)
     for _ in range(3 + times):
-        if begun is not None and ended is not None:  # the same ones, so that making them is not in it
-            torch.cuda.synchronize()
+        if begun is not None and ended is not None:
+            torch.cuda.synchronize()  # one call on an idle device
             begun.record()
             work()
             ended.record()

@@ -110,16 +110,6 @@ def parts(result: dict) -> str:
 
 
 def captured_steps(result: dict) -> str:
-    lines = ["| method | eager, ms | captured, mean ms | captured, median ms |", "| --- " * 4 + "|"]
-    for name, row in result["methods"].items():
-        if "graph" in row:
-            once, graph = row.get("False", {}).get("milliseconds"), row["graph"]
-            eager = "-" if once is None else f"{once:.1f}"
-            lines.append(f"| {name} | {eager} | {graph['milliseconds']:.2f} | {graph['median_milliseconds']:.2f} |")
-    return "\n".join(lines)
-
-
-def captured_late(result: dict) -> str:
     lines = ["| method | mean ms | replayed, mean ms | median ms | longest replayed, ms |", "| --- " * 5 + "|"]
     for name, row in result["methods"].items():
         if "graph" in row:
@@ -127,6 +117,24 @@ def captured_late(result: dict) -> str:
             cells = [graph[key] for key in ("milliseconds", "replayed_milliseconds", "median_milliseconds")]
             numbers = " | ".join(f"{cell:.2f}" for cell in cells)
             lines.append(f"| {name} | {numbers} | {graph['longest_replayed_milliseconds']:.0f} |")
+    return "\n".join(lines)
+
+
+def presets_on_gpu(result: dict) -> str:
+    """The default presets of tasks from beginning to end."""
+    quality = {
+        "cleaning": ("f1", "F1"),
+        "distillation": ("test_accuracy", "accuracy"),
+        "pde": ("true_objective_grid", "true objective, grid"),
+    }
+    lines = ["| task | outer steps | seconds | reached | earlier | at the end |", "| --- " * 6 + "|"]
+    for name, run in result["tasks"].items():
+        key, label = quality[name]
+        on_the_way = [
+            (what.rsplit(" ", 1)[1], at) for what, at in run.get("reached", {}).items() if at is not None and at["step"] > 100
+        ]
+        earlier = ", ".join(f"{value} after {at['seconds']:.1f} s" for value, at in on_the_way)
+        lines.append(f"| {name} | {run['steps']} | {run['seconds']:.2f} | {label} | {earlier} | {run['summary'][key]:.4f} |")
     return "\n".join(lines)
 
 
@@ -189,6 +197,20 @@ def growth(result: dict) -> str:
     return "\n".join(lines)
 
 
+def dense_update(result: dict) -> str:
+    lines = [
+        "| way | one step, ms | share of a copy's bandwidth | one step, captured | share | ten folded, ms | share |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"| a copy | {result['copy']['milliseconds']:.2f} | 1.00 | | | | |",
+    ]
+    names = [("one_step", "one_step_share"), ("captured_step", "captured_step_share"), ("folded", "folded_share")]
+    for name, label in (("torch", "torch alone"), ("kernel", "Triton")):
+        of = result[name]
+        cells = [f"{of[f'{time}_milliseconds']:.2f} | {of[f'{share}_of_copy']:.2f}" for time, share in names]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def filled(page: str, name: str, table: str) -> str:
     pattern = rf"<!-- table: {name} -->\n(?:\n\|[^\n]*(?:\n\|[^\n]*)*\n)?"
     return re.sub(pattern, f"<!-- table: {name} -->\n\n{table}\n", page)
@@ -229,8 +251,9 @@ def pages() -> dict[str, dict[str, str]]:
             "ways": ways(read("floor-cpu.json")),
             "parts": parts(read("floor-cpu.json")),
             "captured": captured_steps(read("captured-h200.json")),
-            "captured-late": captured_late(read("captured-late-h200.json")),
+            "presets-h200": presets_on_gpu(read("captured-presets-h200.json")),
             "ways-h200": ways_on_gpu(read("floor-h200.json")),
+            "dense-update": dense_update(read("dense-update-h200.json")),
             "growth": growth(read("growth-cpu.json")),
             "beside-plain": beside_plain(read("transformer-h200.json")),
             "few-digits": few_digits(read("precision-cpu.json")),
