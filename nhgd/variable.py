@@ -19,6 +19,7 @@ from nhgd._shards import Shards
 from nhgd.errors import InputError
 
 PIECE = 2**24  # numbers of a vector that are multiplied with another at a time
+SHORT = 1 << 16  # entries of a vector, for which launches count for more than copies in float64
 Given: TypeAlias = Tensor | dict[str, Tensor] | nn.Module
 Like: TypeAlias = "Tensor | dict[str, Tensor]"
 
@@ -341,7 +342,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 def products(*vectors: Tensor) -> Tensor:
     """All products of vectors (D,) with each other in float64, (n, n): one operation where they are short."""
-    if len(vectors[0]) <= PIECE:
+    if len(vectors[0]) <= SHORT:
         rows = torch.stack(vectors).double()
         return rows @ rows.T
     found = {(i, j): dot(a, b) for i, a in enumerate(vectors) for j, b in enumerate(vectors) if i <= j}

@@ -707,7 +707,7 @@ def test_ctrl_c_in_the_middle_of_a_step_keeps_the_run_at_a_whole_one(tmp_path):
 
 
 def test_a_second_ctrl_c_does_not_wait_and_keeps_nothing_that_is_not_whole(tmp_path):
-    found = signalled(int(signal.SIGINT), tmp_path / "a", "20,21")
+    found = signalled(int(signal.SIGINT), tmp_path / "a", "19,20")
     assert found.stdout.startswith("|"), found.stderr
     assert not (tmp_path / "a").exists()
 

@@ -58,8 +58,13 @@ def recognise(weighing: Weighing, objective: Objective, in_step: bool) -> Recogn
             except Exception:  # the user's function may not know such a place
                 strange = True
             if not objective.anywhere(strange):
-                return _compared(weighing, objective, losses, dtypes, in_step)
-        return _compared(weighing, objective, *_losses(objective), in_step)
+                role = _role(weighing, objective, losses)
+                del losses  # with their graph
+                return _compared(weighing, objective, role, dtypes, in_step)
+        losses, dtypes = _losses(objective)
+        role = _role(weighing, objective, losses)
+        del losses
+        return _compared(weighing, objective, role, dtypes, in_step)
 
 
 def _losses(objective: Objective) -> tuple[Losses, set[torch.dtype]]:
@@ -81,11 +86,10 @@ def _losses(objective: Objective) -> tuple[Losses, set[torch.dtype]]:
 
 
 def _compared(
-    weighing: Weighing, objective: Objective, losses: Losses, dtypes: set[torch.dtype], in_step: bool
+    weighing: Weighing, objective: Objective, role: Role, dtypes: set[torch.dtype], in_step: bool
 ) -> Recognition:
     """Compare the cross derivative along a random vector with that from the gradient's graph."""
     theta = weighing.problem.theta
-    role = _role(weighing, objective, losses)
     if role == "other":
         return Recognition(role, note="v enters the losses of the samples, or their weights depend on theta")
     if role == "none":
