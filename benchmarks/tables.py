@@ -131,10 +131,14 @@ def presets_on_gpu(result: dict) -> str:
     for name, run in result["tasks"].items():
         key, label = quality[name]
         on_the_way = [
-            (what.rsplit(" ", 1)[1], at) for what, at in run.get("reached", {}).items() if at is not None and at["step"] > 100
+            (what.rsplit(" ", 1)[1], at)
+            for what, at in run.get("reached", {}).items()
+            if at is not None and at["step"] > 100
         ]
         earlier = ", ".join(f"{value} after {at['seconds']:.1f} s" for value, at in on_the_way)
-        lines.append(f"| {name} | {run['steps']} | {run['seconds']:.2f} | {label} | {earlier} | {run['summary'][key]:.4f} |")
+        lines.append(
+            f"| {name} | {run['steps']} | {run['seconds']:.2f} | {label} | {earlier} | {run['summary'][key]:.4f} |"
+        )
     return "\n".join(lines)
 
 
