@@ -190,13 +190,13 @@ def test_the_table_says_where_a_method_is_behind_and_silent():
 
 
 def test_what_was_measured_of_nhgd():
-    """Best on five problems, near the best on 11 of 12, warned where it is not, and cheaper than aid-cg-10 on all."""
+    """Best on half of the problems, near the best on 11 of 12, warned where it is not, and cheaper than aid-cg-10 on all."""
     found = cells(read(Path(__file__).parent.parent / "benchmarks" / "results" / "zoo-cpu.jsonl"))
     assert sorted(found) == sorted(CASES)
     others = {name: min((row[m] for m in RIVALS), key=lambda c: c.loss) for name, row in found.items()}
     behind = [name for name, row in found.items() if not close(row["nhgd"], others[name])]
     assert len(behind) <= 1
     assert all(found[name]["nhgd"].warned for name in behind)
-    assert sum(row["nhgd"].loss < others[name].loss for name, row in found.items()) >= 5
+    assert sum(row["nhgd"].loss < others[name].loss for name, row in found.items()) >= 6
     assert all(row["nhgd"].equivalents < row["aid-cg-10"].equivalents for row in found.values())
     assert all(c.seeds == 3 for row in found.values() for c in row.values())
