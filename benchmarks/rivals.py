@@ -257,7 +257,8 @@ def summary(result: dict[str, Any]) -> list[dict[str, Any]]:
             continue
         row: dict[str, Any] = {"name": name} | {key: middle(runs, key) for key in keys}
         for key, of in (("ratio", "milliseconds"), ("later_ratio", "later_milliseconds")):
-            parts = [run[of] / by_hand[run["seed"]][of] for run in runs if run[of] and by_hand[run["seed"]][of]]
+            floors = [by_hand.get(run["seed"], {}).get(of) for run in runs]  # none, if that way was not asked for
+            parts = [run[of] / floor for run, floor in zip(runs, floors, strict=True) if run[of] and floor]
             row[key] = median(parts) if parts else None
         rows.append(row | result["accuracy"].get(name, {}))
     return rows

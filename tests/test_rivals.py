@@ -51,3 +51,11 @@ def test_a_library_that_fails_is_no_row():
     assert [row["name"] for row in rivals.summary(result)] == ["by hand"]
     assert rivals.table(result).count("\n") == 2
     assert rivals.summary(result)[0]["ratio"] == pytest.approx(1.0)
+
+
+def test_ratios_are_left_out_without_the_loop_written_by_hand():
+    run = {"name": "nhgd", "seed": 0, "milliseconds": 2.0, "later_milliseconds": 1.0, "auc": 0.9, "test_accuracy": 0.8}
+    by_hand = run | {"name": "by hand", "milliseconds": 4.0, "later_milliseconds": 4.0}
+    alone, beside = (rivals.summary({"runs": runs, "accuracy": {}})[-1] for runs in ([run], [by_hand, run]))
+    assert alone["ratio"] is None
+    assert (beside["ratio"], beside["later_ratio"]) == (0.5, 0.25)
